@@ -1,4 +1,4 @@
-"""Tests that batches are independent draws."""
+"""Tests that batches are drawn as they were accounted."""
 
 from __future__ import annotations
 
@@ -8,14 +8,70 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy import stats
 
+from dpshard.accounting import SampledMechanism
 from dpshard.applications.audit.noise import Finding
+from dpshard.config import steps_of_epoch
+
+
+def participation_findings(drawn: list[NDArray[np.bool_]], mechanism: SampledMechanism) -> list[Finding]:
+    """Test the participation, [T, n] of each engine, of the first n of the mechanism's samples."""
+    samples, size = mechanism.sample_size, mechanism.schedule[0]
+    if mechanism.sampling == "fixed-order":
+        return _order_findings(drawn, samples // size)
+    if mechanism.sampling == "balls-in-bins":
+        return _allocation_findings(drawn, steps_of_epoch(samples, size))
+    if mechanism.sampling == "poisson" or mechanism.noise_correlation is None:
+        return draw_findings(drawn, size / samples)
+    groups = mechanism.noise_correlation.bands
+    turns = [np.arange(len(d))[:, None] % groups == np.arange(d.shape[1]) % groups for d in drawn]
+    rounds = [len(d) // groups for d in drawn]
+    coins = [
+        np.stack([d[turn[:, i], i][:whole] for i in range(d.shape[1])], axis=1)
+        for d, turn, whole in zip(drawn, turns, rounds, strict=True)
+    ]
+    in_turn = not any((d & ~turn).any() for d, turn in zip(drawn, turns, strict=True))
+    return [_sure("a sample is in a batch of another group", in_turn), *draw_findings(coins, groups * size / samples)]
+
+
+def _order_findings(drawn: list[NDArray[np.bool_]], apart: int) -> list[Finding]:
+    """Test that each sample comes every `apart` steps; `apart` divides the samples."""
+    windows = [np.lib.stride_tricks.sliding_window_view(d, apart, axis=0).sum(-1) for d in drawn]
+    return [
+        _sure("a sample takes part more than once in an epoch", all((w <= 1).all() for w in windows)),
+        _sure("a sample does not take part in an epoch", all((w >= 1).all() for w in windows)),
+    ]
+
+
+def _allocation_findings(drawn: list[NDArray[np.bool_]], epoch: int) -> list[Finding]:
+    """Test that each sample is in one step of each epoch, independent and uniform."""
+    epochs = [d[: len(d) // epoch * epoch].reshape(-1, epoch, d.shape[1]) for d in drawn]
+    found = [_sure("a sample is not in exactly one step of an epoch", all((e.sum(1) == 1).all() for e in epochs))]
+    if epoch == 1:
+        return found
+    places = [e.argmax(1) for e in epochs]
+    every = np.concatenate(places)
+    for place in range(epoch):
+        p = _count("", every == place, 1 / epoch).log_p + math.log(epoch)
+        found.append(Finding("samples prefer a step of the epoch", min(0.0, p)))
+    half = every.shape[1] // 2
+    pairs = {
+        "samples share their step": [every[:, :half] == every[:, half : 2 * half]],
+        "a step depends on that of the epoch before": [p[1::2] == p[: len(p) // 2 * 2 : 2] for p in places],
+        "two engines draw the same": [places[0] == places[1]] if len({p.shape for p in places}) < len(places) else [],
+    }
+    coins = {what: np.concatenate([c.ravel() for c in coins]) for what, coins in pairs.items() if coins}
+    return [*found, *(_count(what, heads, 1 / epoch) for what, heads in coins.items() if heads.size)]
+
+
+def _sure(what: str, holds: bool) -> Finding:
+    return Finding(what, 0.0 if holds else -math.inf)
 
 
 def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
     """Test that the draws, [T, n] of each engine, are independent coins of probability `q`."""
     n = drawn[0].shape[1]
     if q == 1:
-        return [Finding("samples are not in every batch", 0.0 if all(d.all() for d in drawn) else -math.inf)]
+        return [_sure("samples are not in every batch", all(bool(d.all()) for d in drawn))]
     everyone = np.concatenate(drawn)
     agree = q * q + (1 - q) ** 2
     found = [_count("samples are drawn too often or too rarely", everyone, q)]

@@ -1,12 +1,14 @@
-"""The audit of releases: each must be the clipped sum of a Poisson batch plus the accounted noise (docs/audit.md).
+"""The audit of releases: each must be the clipped sum of a batch plus the accounted noise (docs/audit.md).
 
 [Note: Nearly without noise]
 Plain autograd and the clipping function give the contributions c_i of the samples. A release is sum_i b_i c_i + noise,
 with b_i = 1 for drawn samples. At noise multiplier SIGMA, least squares find b; the residual is the noise. Tests:
 - the residual is noise of the accounted deviation in every parameter (noise.py);
 - samples of this step and the one before leave nothing along their contributions, in all parameters and in each;
-- the b are independent coins of the sampling probability, over samples and steps (draws.py).
-Noise, clipping, sampling and division run the same code at every noise multiplier.
+- the b are independent coins of the sampling probability, over samples and steps, or those of another sampling
+  (draws.py).
+The residual of correlated noise is made independent first, by the accounted weights (whitening.py). Noise, clipping,
+sampling and division run the same code at every noise multiplier.
 
 The samples are candidates with a large part of the gradient in each parameter, not hidden by others. If gradients are
 random (dropout) or of half precision, all samples are blanks, and only noise is tested.
@@ -20,7 +22,7 @@ import math
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -30,14 +32,16 @@ from scipy import stats
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from dpshard.accounting import SampledMechanism
 from dpshard.applications.audit.bounds import FALSE_ALARM
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
-from dpshard.applications.audit.draws import draw_findings
+from dpshard.applications.audit.draws import participation_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
-from dpshard.applications.audit.steps import refuse_settings, stepping
+from dpshard.applications.audit.steps import stepping
+from dpshard.applications.audit.whitening import Whitening
 from dpshard.backends.ranks import Ranks
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import is_count
+from dpshard.config import BatchSchedule, is_count, refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -89,9 +93,11 @@ def audit_releases(
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: give at least {FEWEST_STEPS}, half of them for a second engine.")
-    refuse_settings(options, "audit_releases")
+    refuse_units(options, "audit_releases")
     rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
-    x, y = x[rows], y[rows]
+    planned = _planned(len(rows), steps // 2, options)
+    blanks = [rows[0]] * (planned.sample_size - len(rows))
+    x, y = x[[*rows, *blanks]], y[[*rows, *blanks]]
     prepared = prepare(model)
     step = stepping(prepared)
     tests: NoiseTests | None = None
@@ -101,10 +107,10 @@ def audit_releases(
             _seed()
             engine = PrivacyEngine(
                 prepared,
-                batch_size=max(1, len(rows) // 4),
-                sample_size=len(rows),
+                batch_size=planned.schedule[0],
+                sample_size=planned.sample_size,
                 steps=steps // 2,
-                noise_multiplier=SIGMA,
+                noise_multiplier=planned.noise_multiplier,
                 clipping_fn=clipping_fn,
                 **options,
             )
@@ -115,7 +121,7 @@ def audit_releases(
                 else:
                     game.next_engine(engine)
                     tests.next_engine()
-                data = TensorDataset(x, y, torch.arange(len(rows)))
+                data = TensorDataset(x, y, torch.arange(len(x)))
                 for noise, alone in game.play(prepared, data, loss, step, micro_batch_size):
                     tests.see(noise, alone=alone)
                     on_step()
@@ -129,6 +135,19 @@ def audit_releases(
         elements=sum(game.sizes.values()),
         samples=len(rows) if game.known else 0,
     )
+
+
+def _planned(candidates: int, steps: int, options: dict[str, Any]) -> SampledMechanism:
+    """Return the mechanism of an engine: z has the deviation SIGMA, and blanks fill the groups of a BandMF."""
+    sampling, correlation = options.get("sampling", "poisson"), options.get("noise_correlation")
+    samples, size = candidates, max(1, candidates // 4)
+    if sampling == "cyclic-poisson" and correlation is not None:
+        samples = max(candidates, 2 * correlation.bands)
+        size = samples // (2 * correlation.bands)
+    schedule = BatchSchedule((size,) * steps)
+    facts: dict[str, Any] = {"sample_size": samples, "sampling": sampling, "noise_correlation": correlation}
+    planned = SampledMechanism(noise_multiplier=1.0, schedule=schedule, **facts)
+    return replace(planned, noise_multiplier=SIGMA / planned.sensitivity)
 
 
 def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[list[int], list[dict[str, Tensor]], bool]:
@@ -164,6 +183,7 @@ class _Game:
         self._left = {name: np.zeros((2, n)) for name in ("", *names)}
         """Residuals [2, n] along samples' parts in a parameter ("": in all), at steps with the sample and after."""
         self._times = np.zeros((2, n))
+        self._whitening = self._of_correlation()
         self.known = known
         self._ranks = Ranks()
         self._disagreement = False
@@ -174,6 +194,11 @@ class _Game:
     def next_engine(self, engine: PrivacyEngine) -> None:
         self.engine = engine
         self._drawn.append([])
+        self._whitening = self._of_correlation()
+
+    def _of_correlation(self) -> Whitening:
+        mechanism = self.engine.mechanism
+        return Whitening(mechanism.noise_correlation, mechanism.schedule.steps)
 
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
@@ -207,7 +232,8 @@ class _Game:
             return
         self._last, self._unit = thresholds, math.hypot(*thresholds)
         aims = [odd.aim(thresholds) for odd in self._odd]
-        self._pull_n = torch.tensor([aim.pull for aim in aims])
+        blanks = self.engine.mechanism.sample_size - len(aims)
+        self._pull_n = torch.tensor([*(aim.pull for aim in aims), *[0.0] * blanks])
         parts = [odd.left_of(aim) for odd, aim in zip(self._odd, aims, strict=True)]
         self._parts = {
             name: np.stack([_flat(part[name]) if name in part else np.zeros(size) for part in parts]) / self._unit
@@ -225,11 +251,12 @@ class _Game:
             self._disagreement |= len(set(self._ranks.gather(digest))) > 1
 
     def _taken_apart(self, released: dict[str, NDArray[np.float64]]) -> tuple[dict[str, NDArray[np.float64]], bool]:
+        plain = self._whitening.is_plain
         if not self.known:
-            return {name: value / self._noise for name, value in released.items()}, True
+            return self._whitened(released), plain
         along_n = sum(self._parts[name] @ value for name, value in released.items())
         drawn_n = self._inverse @ along_n > 0.5
-        noise = {name: (value - drawn_n @ self._parts[name]) / self._noise for name, value in released.items()}
+        noise = self._whitened({name: value - drawn_n @ self._parts[name] for name, value in released.items()})
         of_engine = self._drawn[-1]
         moments = np.stack([drawn_n, of_engine[-1] if of_engine else np.zeros_like(drawn_n)]).astype(float)
         whole = np.zeros(len(drawn_n))
@@ -241,7 +268,11 @@ class _Game:
         self._left[""] += moments * whole / np.sqrt(sum((part**2).sum(1) for part in self._parts.values()))
         self._times += moments
         of_engine.append(drawn_n)
-        return noise, not drawn_n.any()
+        return noise, plain and not drawn_n.any()
+
+    def _whitened(self, noise: dict[str, NDArray[np.float64]]) -> dict[str, NDArray[np.float64]]:
+        independent = self._whitening.independent(noise)
+        return {name: value / self._noise for name, value in independent.items()}
 
     def findings(self) -> list[Finding]:
         """Return the tests of sums and draws."""
@@ -254,8 +285,7 @@ class _Game:
                 log_p = math.log(2 * z.shape[1]) + float(stats.norm.logsf(np.abs(z[sort]).max()))
                 found.append(Finding(f"{name or 'a sample'}: the sum holds {what}", min(0.0, log_p)))
         drawn = [np.array(of_engine) for of_engine in self._drawn]
-        mechanism = self.engine.mechanism
-        return [*found, *draw_findings(drawn, mechanism.schedule[0] / mechanism.sample_size)]
+        return [*found, *participation_findings(drawn, self.engine.mechanism)]
 
 
 def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:

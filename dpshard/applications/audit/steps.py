@@ -126,7 +126,12 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
     check_positive("noise_multiplier", noise_multiplier)
-    refuse_settings(options, "audit_steps")
+    refuse_units(options, "audit_steps")
+    if options.get("sampling", "poisson") != "poisson":
+        raise ConfigurationError(
+            f"audit_steps plays single steps of Poisson samples, so it says nothing about sampling="
+            f"{options['sampling']!r}. Audit whole runs by audit_runs."
+        )
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -144,7 +149,9 @@ def audit_steps(
         played = _Game(prepared, engine, canary, loss, steps, micro_batch_size).play(x, y, trials, on_step)
     finally:
         engine.detach()
-    return StepsAudit(trials=judge(played, engine.mechanism), steps=steps, mechanism=engine.mechanism)
+    mechanism = engine.mechanism
+    chances = by_coins(mechanism.schedule[0] / mechanism.sample_size)
+    return StepsAudit(trials=judge(played, mechanism, chances), steps=steps, mechanism=mechanism)
 
 
 _Release = tuple[list[float], list[float]]
@@ -209,6 +216,28 @@ def order_of(trials: int) -> list[float]:
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
 
+Chances = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""Log likelihood ratios of trials [N], from those of each step [N, T] if the canary is in it."""
+
+
+def by_coins(q: float) -> Chances:
+    """Return the ratios of a canary that is in each step with probability `q`."""
+    if q == 1:
+        return lambda ratio_NT: ratio_NT.sum(1)
+    return lambda ratio_NT: np.logaddexp(math.log1p(-q), math.log(q) + ratio_NT).sum(1)
+
+
+def by_allocation(epoch: int) -> Chances:
+    """Return the ratios of a canary that is in one random step of each `epoch` steps."""
+
+    def of_trials(ratio_NT: NDArray[np.float64]) -> NDArray[np.float64]:
+        missing = -ratio_NT.shape[1] % epoch  # steps after the end of the trial, which tell nothing
+        whole_NT = np.pad(ratio_NT, ((0, 0), (0, missing)))
+        return (np.logaddexp.reduce(whole_NT.reshape(len(ratio_NT), -1, epoch), axis=2) - math.log(epoch)).sum(1)
+
+    return of_trials
+
+
 class _Scores(NamedTuple):
     """Scores of N trials of T steps, for P parameters."""
 
@@ -217,28 +246,17 @@ class _Scores(NamedTuple):
     shift_NTP: NDArray[np.float64]
     """Contribution of the canary to z if it is drawn."""
 
-    def likelihood(self, var_P: NDArray[np.float64], q: float) -> NDArray[np.float64]:
+    def likelihood(self, var_P: NDArray[np.float64], chances: Chances) -> NDArray[np.float64]:
         """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
         var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
         # A step without the canary tells nothing; its deviation must not be 0.
         std_NT = np.sqrt(np.where(var_NT > 0, var_NT, 1.0))
-        ratio_NT = log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, q, std_NT)
-        return ratio_NT.sum(1)
+        return chances(log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, 1.0, std_NT))
 
     def spread(self) -> NDArray[np.float64]:
         """Return the spread over the steps of each trial, [N]."""
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
-
-
-def refuse_settings(options: dict[str, Any], where: str) -> None:
-    """Raise ConfigurationError for units of several rows, and for steps that are no releases of their own."""
-    refuse_units(options, where)
-    if options.get("sampling", "poisson") != "poisson":
-        raise ConfigurationError(
-            f"{where} plays single steps of Poisson samples, so it says nothing about sampling="
-            f"{options['sampling']!r}. Audit runs in a fixed order by audit_runs."
-        )
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
@@ -267,21 +285,17 @@ def noise_unit(engine: PrivacyEngine, step: int) -> float:
     return engine.gradient_noise_std * mechanism.schedule[step] / mechanism.noise_multiplier
 
 
-def judge(played: dict[float, Any], mechanism: Mechanism, q: float | None = None) -> Trials:
-    """Select a test on the first fifth of the trials, and count its errors on the others.
-
-    `q`: probability of the canary to be in a step; by default that of Poisson sampling.
-    """
+def judge(played: dict[float, Any], mechanism: Mechanism, chances: Chances) -> Trials:
+    """Select a test on the first fifth of the trials, and count its errors on the others."""
     without, within = (_Scores(*np.moveaxis(np.array(played[canary]), 2, 0)) for canary in (0.0, 1.0))
-    q = mechanism.schedule[0] / mechanism.sample_size if q is None else q
     sigma = mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
     # Without noise the variance is that of rounding, or 0, and `likelihood` divides by it.
     found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
     ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
-        lambda scores: scores.likelihood(accounted_P, q),
-        lambda scores: scores.likelihood(found_P, q),
+        lambda scores: scores.likelihood(accounted_P, chances),
+        lambda scores: scores.likelihood(found_P, chances),
     ]
     if without.z_NTP.shape[1] > 1:
         ways.append(_Scores.spread)

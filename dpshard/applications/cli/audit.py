@@ -28,9 +28,16 @@ NAMES = {
     "step": "one step",
     "sampling": "sampling",
     "noise": "fresh noise",
+    "runs": "short runs",
     "run": "whole run",
 }
 """Attacks by their keys in audit.json."""
+SAMPLINGS = {
+    "poisson": "Poisson samples",
+    "fixed-order": "in a fixed order",
+    "cyclic-poisson": "Poisson samples of groups",
+    "balls-in-bins": "balls in bins",
+}
 RELEASES = 200
 """Maximum number of steps with tested releases."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
@@ -125,10 +132,19 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
 
     if settings.group_column is not None:
         raise ConfigurationError("An audit does not support units of several rows yet: leave --group-column out.")
+    by_canaries = plan["canaries"] and settings.sampling == "poisson"
+    if not (by_canaries or plan["trials"]):
+        raise ConfigurationError(
+            f"sampling={settings.sampling!r}: a run with canaries is scored for Poisson samples only, and trials=0. "
+            f"Give --trials, better hundreds."
+        )
+    if plan["canaries"] and not by_canaries and ranks.first:
+        console.err.print(f"No run with canaries: it is scored for Poisson samples, not for {settings.sampling}.")
     samples = data.load(settings)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
-    confidence, games = plan["confidence"], auditing.games(plan["steps-per-trial"]) if plan["trials"] else {}
+    confidence, games = plan["confidence"], {}
     if plan["trials"]:
+        games = auditing.games(plan["steps-per-trial"], settings)
         steps = min(RELEASES, 2 * plan["trials"])
         with console.progress("releases, nearly without noise", steps, speaking=ranks.first) as advance:
             figures["releases"] = auditing.audit_all_releases(settings, samples, ranks, steps, advance)
@@ -137,7 +153,7 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
         title = f"{NAMES[key]}, again and again"
         with console.progress(title, 2 * trials * game.steps, speaking=ranks.first) as advance:
             figures[key] = auditing.audit_game(game, settings, samples, ranks, trials, confidence, advance)
-    if plan["canaries"]:
+    if by_canaries:
         with console.progress("training with canaries", None, speaking=ranks.first) as advance:
             figures["run"] = auditing.audit_run(
                 settings, samples, ranks, plan["canary-kind"], plan["canaries"], confidence,
@@ -220,5 +236,6 @@ def _how(result: Mapping[str, Any]) -> str:
         return f"{result['canaries']} {result['kind']} canaries in {result['steps']} steps"
     sampled = ""
     if result["steps"] > 1:
-        sampled = f" of {result['steps']} steps (Poisson samples, {result['batch_size']} of {result['sample_size']})"
+        kind = SAMPLINGS[result.get("sampling", "poisson")]
+        sampled = f" of {result['steps']} steps ({kind}, {result['batch_size']} of {result['sample_size']})"
     return f"{result['trials']} trials{sampled} count, half of them with one unusual sample"

@@ -17,6 +17,7 @@ from dpshard.applications.audit import (
     InputCanaries,
     StepsAudit,
     audit_releases,
+    audit_runs,
     audit_steps,
     refuted,
     toss_coins,
@@ -29,7 +30,6 @@ from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.sharding import shard
 from dpshard.applications.cli.training import Run, build_model, draw_seed, own_device
 from dpshard.backends.ranks import Ranks
-from dpshard.errors import ConfigurationError
 from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
@@ -59,18 +59,33 @@ class Game:
     """Rows per forward; fewer than all, so that some are padding."""
 
 
-def games(steps: int) -> dict[str, Game]:
+def games(steps: int, settings: TrainSettings) -> dict[str, Game]:
     """Return the games with trials of `steps` steps, by their keys in audit.json.
 
     Little noise shows faults of sampling; much noise shows noise that is re-used.
     """
     if steps == 1:
         return {"step": Game(batch_size=4, noise_multiplier=0.5, micro_batch_size=3)}
+    several: dict[str, Any] = {"steps": steps, "micro_batch_size": 2}
+    if settings.sampling == "fixed-order":
+        # Few rows, so the unusual sample takes part several times.
+        return {"runs": Game(rows=max(2, steps // 4), batch_size=1, noise_multiplier=0.5, **several)}
+    if settings.sampling == "cyclic-poisson":
+        rows = 2 * _bands(steps, settings)  # a coin of probability 1/2 in each turn of a group
+        return {
+            "sampling": Game(rows=rows, batch_size=1, noise_multiplier=0.2, **several),
+            "noise": Game(rows=rows, batch_size=1, noise_multiplier=2.0, **several),
+        }
     return {
         # An epoch: a shuffled loader shows every sample for certain.
-        "sampling": Game(steps=steps, rows=steps, batch_size=1, noise_multiplier=0.2, micro_batch_size=2),
-        "noise": Game(steps=steps, batch_size=2, noise_multiplier=2.0, micro_batch_size=2),
+        "sampling": Game(rows=steps, batch_size=1, noise_multiplier=0.2, **several),
+        "noise": Game(batch_size=2, noise_multiplier=2.0, **several),
     }
+
+
+def _bands(steps: int, settings: TrainSettings) -> int:
+    """Return the bands of a trial in groups: the run's, or fewer, because a group has two turns."""
+    return max(1, min(settings.bands or 1, steps // 2))
 
 
 def audit_game(
@@ -92,7 +107,10 @@ def audit_game(
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    audit = audit_steps(
+    options = _of_engine(settings, device)
+    if settings.sampling == "cyclic-poisson":
+        options["noise_correlation"] = replace(options["noise_correlation"], bands=_bands(game.steps, settings))
+    audit = (audit_steps if settings.sampling == "poisson" else audit_runs)(
         model,
         x,
         y,
@@ -103,7 +121,7 @@ def audit_game(
         micro_batch_size=game.micro_batch_size,
         noise_multiplier=game.noise_multiplier,
         on_step=on_step,
-        **_of_engine(settings, device),
+        **options,
     )
     return step_figures(audit, settings.target_delta, confidence)
 
@@ -142,11 +160,6 @@ def audit_all_releases(
 
 def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
     """Return the settings of an audit's engine, with `prepare`, which shards its model."""
-    if settings.sampling != "poisson":
-        raise ConfigurationError(
-            f"sampling={settings.sampling!r}: audits play steps of Poisson samples, so they say nothing about this "
-            f"run. Audit a run with sampling='poisson', which has the same clipping and noise of a step."
-        )
     kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     return {"prepare": lambda model: shard(model, settings, device).model} | kept
 
@@ -161,6 +174,7 @@ def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str
         "confidence": confidence,
         "noise_multiplier": audit.mechanism.noise_multiplier,
         "steps": audit.steps,
+        "sampling": audit.mechanism.sampling,
         "batch_size": audit.mechanism.schedule[0],
         "sample_size": audit.mechanism.sample_size,
         "false_positives": trials.false_positives,

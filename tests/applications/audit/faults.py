@@ -9,9 +9,14 @@ import dpshard.clipping.group_tape
 import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
+from dpshard.config import BatchSchedule
 from dpshard.noise.keyed import KeyedGaussian
+from dpshard.randomness import derive_key
 from dpshard.records import PerSampleGrad
-from dpshard.sampling import PoissonSampler
+from dpshard.sampling import FixedOrderSampler, PoissonSampler
+from dpshard.sampling.allocation import AllocationSampler
+from dpshard.sampling.orders import CyclicPoissonSampler
+from dpshard.step.noise_of_run import NoiseOfRun
 
 RELEASE, SUM = KeyedGaussian.release_, GroupTape.sum
 MEASURE, PLAN = dpshard.clipping.group_tape.measure, dpshard.sampling.plans.plan_micro_batches
@@ -181,6 +186,29 @@ def mix_in_noise_of_the_step_before(monkeypatch):
     _replace_noise(monkeypatch, draw)
 
 
+def drop_a_weight(monkeypatch):
+    """Correlated noise lacks the vector of the step before."""
+    _change_vectors(monkeypatch, lambda vectors: (vectors[0], *vectors[2:]))
+
+
+def redraw_under_another_key(monkeypatch):
+    """Correlated noise has fresh vectors where it should have those of earlier steps."""
+    _change_vectors(
+        monkeypatch,
+        lambda vectors: (vectors[0], *(v._replace(secret=derive_key(v.secret, "another")) for v in vectors[1:])),
+    )
+
+
+def _change_vectors(monkeypatch, change):
+    of_step = NoiseOfRun.of_step
+
+    def changed(self, secret, step, sums):
+        found = of_step(self, secret, step, sums)
+        return found._replace(noise=replace(found.noise, vectors=change(found.noise.vectors)))
+
+    monkeypatch.setattr(NoiseOfRun, "of_step", changed)
+
+
 def draw_by_a_public_seed(monkeypatch):
     """Noise comes from torch's generator, seeded by the script."""
     generators = {}
@@ -315,3 +343,30 @@ def pair_samples(monkeypatch):
         return np.sort(np.concatenate([found, found + half]))
 
     monkeypatch.setattr(PoissonSampler, "draw", drawing)
+
+
+def come_once_too_often(monkeypatch):
+    """In a fixed order, every batch has a sample of the batch before, too."""
+    draw = FixedOrderSampler.draw
+    monkeypatch.setattr(
+        FixedOrderSampler,
+        "draw",
+        lambda self, step: np.append(draw(self, step)[:-1], draw(self, max(0, step - 1))[0]) if step else draw(self, 0),
+    )
+
+
+def draw_from_all_groups(monkeypatch):
+    """Samples of groups are drawn in each step, as by Poisson sampling."""
+    monkeypatch.setattr(
+        CyclicPoissonSampler,
+        "draw",
+        lambda self, step: PoissonSampler(
+            self.sample_size, BatchSchedule((self.batch_size,) * (step + 1)), self.secret
+        ).draw(step),
+    )
+
+
+def keep_the_bins(monkeypatch):
+    """Every epoch has the samples in the same bins."""
+    draw = AllocationSampler.draw
+    monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: draw(self, step % self.epoch_steps))

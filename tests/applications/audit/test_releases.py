@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from scipy import stats
 from torch import nn
 
-from dpshard import QuantileTracking
+from dpshard import BandedInverse, BandMF, QuantileTracking
 from dpshard.applications.audit import FALSE_ALARM, audit_releases
 from dpshard.applications.audit.draws import draw_findings
 from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault, log_tail_of_products
@@ -95,7 +95,33 @@ SOUND = [
 ]
 
 
-@pytest.mark.parametrize("options", SOUND, ids=["default", "secure", "global", "adaptive", "discrete"])
+CORRELATED = {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)}
+IN_GROUPS = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=5)}
+JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}]
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("drop_a_weight", CORRELATED),
+        ("redraw_under_another_key", CORRELATED),
+        ("come_once_too_often", CORRELATED),
+        pytest.param("drop_a_weight", IN_GROUPS, marks=pytest.mark.exhaustive),
+        pytest.param("redraw_under_another_key", IN_GROUPS, marks=pytest.mark.exhaustive),
+        ("draw_from_all_groups", IN_GROUPS),
+        ("keep_the_bins", {"sampling": "balls-in-bins"}),
+    ],
+)
+def test_a_fault_of_correlated_noise_or_of_its_sampling_is_found(monkeypatch, name, options):
+    getattr(faults, name)(monkeypatch)
+    assert audit_releases(*classifier(), steps=STEPS, verify=False, **options).fault is not None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [*SOUND, *JOINED],
+    ids=["default", "secure", "global", "adaptive", "discrete", "correlated", "groups", "bins"],
+)
 def test_a_sound_engine_passes(options):
     model, x, y, loss = classifier()
     if options.get("loss_reduction") == "sum":
@@ -130,8 +156,6 @@ def test_what_cannot_be_audited_is_refused():
         audit_releases(model, x, y, loss, steps=4)
     with pytest.raises(ConfigurationError, match="No candidate"):
         audit_releases(model, x, y, lambda scores, y: 0 * loss(scores, y))
-    with pytest.raises(ConfigurationError, match="audit_runs"):
-        audit_releases(model, x, y, loss, sampling="fixed-order")
 
 
 # --- the tests themselves --------------------------------------------------------------------------------------------

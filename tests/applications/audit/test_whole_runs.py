@@ -1,8 +1,7 @@
 """The audit of runs in a fixed order refutes planted faults, and passes the sound engine (rows 1, 2, 20).
 
 Under a random secret a sound engine would be refuted with probability 1e-6 at most; secrets are fixed here. Faults that
-weaken no bound, such as a dropped weight of the noise, show in its covariance
-(tests/distributed/test_correlated_noise.py).
+weaken no bound, such as a dropped weight of the noise, show in the audit of releases (test_releases.py).
 """
 
 import itertools
@@ -10,7 +9,7 @@ import itertools
 import numpy as np
 import pytest
 
-from dpshard import BandedInverse
+from dpshard import BandedInverse, BandMF
 from dpshard.accounting import courses
 from dpshard.applications.audit import audit_runs
 from dpshard.noise.correlation import sensitivities
@@ -39,6 +38,18 @@ def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
     assert found.accounted_mu == 1 / SIGMA
     assert found.refuted_at() is None
     assert 0.4 < found.trials.mu(0.95) < 1.3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"sampling": "balls-in-bins"}, {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2)}],
+    ids=["bins", "groups"],
+)
+def test_runs_of_random_batches_are_audited(options):
+    model, x, y, loss = classifier()
+    found = audit_runs(model, x, y, loss, steps=6, batch_size=1, trials=50, noise_multiplier=0.2, **options)
+    assert found.refuted_at() is None
+    assert 0.5 < found.lower_bound(0.1, 0.95) < found.accounted(0.1)
 
 
 def participate_at_every_step(monkeypatch):

@@ -125,6 +125,19 @@ def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, w
 
 
 @pytest.mark.usefixtures("known_secret")
+def test_correlated_runs_are_audited(dpshard, tmp_path, written, monkeypatch):
+    flags = "--sampling fixed-order --correlation banded-inverse --bands 2 --steps-per-trial 4 --trials 40".split()
+    process = dpshard("audit", *SETTINGS, *flags, "--json", tmp_path / "audit.json")
+    assert "scored for Poisson samples" in process.stderr
+    assert not written()["releases"]["refuted"]
+    assert (written()["runs"]["steps"], written()["runs"]["sampling"]) == (4, "fixed-order")
+    assert 0 < written()["runs"]["mu_lower_bound"] < written()["runs"]["mu_accounted"] == 2
+    faults.drop_a_weight(monkeypatch)
+    assert "REFUTED" in dpshard("audit", *SETTINGS, *flags, exit_code=3).stdout
+    assert "trials=0" in dpshard("audit", *SETTINGS, *flags, "--trials", 0, exit_code=2).stderr
+
+
+@pytest.mark.usefixtures("known_secret")
 @pytest.mark.parametrize("more", quick([], rest=[["--steps-per-trial", 2]]))
 def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, written, monkeypatch, more):
     faults.silence(monkeypatch, "bias")

@@ -1,0 +1,42 @@
+"""The independent noise behind correlated noise."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from dpshard.noise.correlation import BandedInverse, BandMF
+
+Noise = Mapping[str, NDArray[np.float64]]
+"""Noise of one step, flattened, by parameter."""
+
+
+class Whitening:
+    """Undoes a correlation, step by step; it holds bands - 1 vectors.
+
+    Released noise n_t is z_t + w_1 z_{t-1} + ...; in a BandMF, z_t = n_t + c_1 n_{t-1} + ... has fewer terms.
+    """
+
+    def __init__(self, correlation: BandedInverse | BandMF | None, steps: int) -> None:
+        correlation = correlation or BandedInverse(bands=1)
+        self._of_noise = isinstance(correlation, BandedInverse)
+        weights = correlation.noising(steps) if self._of_noise else correlation.strategy(steps)
+        self._weights = weights[: correlation.bands]
+        self._earlier: deque[Noise] = deque(maxlen=len(self._weights) - 1)
+
+    @property
+    def is_plain(self) -> bool:
+        """True if the noise is independent already."""
+        return len(self._weights) == 1
+
+    def independent(self, noise: Noise) -> Noise:
+        """Return the z of the next step, whose released noise is `noise`."""
+        sign = -1.0 if self._of_noise else 1.0
+        found = dict(noise)
+        for weight, earlier in zip(self._weights[1:], reversed(self._earlier), strict=False):
+            found = {name: z + sign * weight * earlier[name] for name, z in found.items()}
+        self._earlier.append(found if self._of_noise else noise)
+        return found
