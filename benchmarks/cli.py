@@ -322,8 +322,17 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
 
 
 @app.command()
-def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
-    """Measure correlated noise: nanoseconds per element by the number of vectors, and accuracy on digits."""
+def correlated(
+    train: Annotated[
+        bool, typer.Option("--train", help="Train digits and a language model with it and without it: an hour.")
+    ] = False,
+    out: Out = results_files.FOLDER,
+    tiny: Tiny = False,
+) -> None:
+    """Measure correlated noise: nanoseconds per element by the number of vectors, or with --train what it is worth."""
+    if train:
+        _train_correlated(out, tiny)
+        return
     from benchmarks import correlated as part
 
     times = part.seconds(2**12 if tiny else part.ELEMENTS)
@@ -332,16 +341,23 @@ def correlated(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
     buffered = part.of_buffers(2**12 if tiny else part.ELEMENTS)
     for row in buffered:
         console.out.print(f"b = {row['bands']:>2}, from buffers: {row['ns']:.2f} ns/element")
-    small = {"epsilons": (8.0,), "epochs": (1,), "seeds": 1} if tiny else {}
-    trained = []
-    for row in part.training(*part.digits(), **small):
-        trained.append(row)
-        accuracy = row["accuracy"]
-        console.out.print(
-            f"epsilon {row['epsilon']:g}, {row['epochs']} epochs, {row['mechanism']}: RMSE {row['rmse']:.3f}, "
-            f"{accuracy['mean']:.3f} +- {accuracy['stdev']:.3f} at learning rate {row['learning_rate']:g}"
-        )
-    results_files.write(out, "correlated", "correlated", {"times": times, "buffered": buffered, "training": trained})
+    results_files.write(out, "correlated", "correlated", {"times": times, "buffered": buffered})
+
+
+def _train_correlated(out: Path, tiny: bool) -> None:
+    from benchmarks import correlated_training as training
+
+    torch.set_num_threads(1)
+    rows = []
+    with console.progress("training", training.runs(tiny=tiny)) as advance, _quiet():
+        for row in training.compare(advance, tiny=tiny):
+            rows.append(row)  # written at once: an interrupted run leaves what it has found
+            results_files.write(out, "correlated-training", "correlated-training", {"rows": rows})
+            console.out.print(
+                f"{row['task']}, epsilon {row['epsilon']:g}, {row['epochs']} epochs, {row['mechanism']}: error "
+                f"{row['error']:.3f}, score {row['mean']:.3f} ± {row['deviation']:.3f} at {row['learning_rate']:g}"
+            )
+    report(out)
 
 
 @app.command()
