@@ -96,8 +96,10 @@ def audit_releases(
     refuse_units(options, "audit_releases")
     rows, gradients, known = _known(copy.deepcopy(model).train(), x, y, loss)
     planned = _planned(len(rows), steps // 2, options)
-    blanks = [rows[0]] * (planned.sample_size - len(rows))
-    x, y = x[[*rows, *blanks]], y[[*rows, *blanks]]
+    settings = {"steps": steps // 2, "clipping_fn": clipping_fn, "noise_multiplier": planned.noise_multiplier}
+    settings |= {"batch_size": planned.schedule[0], "sample_size": planned.sample_size, **options}
+    rows = [*rows, *rows[:1] * (planned.sample_size - len(rows))]
+    data = TensorDataset(x[rows], y[rows], torch.arange(len(rows)))
     prepared = prepare(model)
     step = stepping(prepared)
     tests: NoiseTests | None = None
@@ -105,15 +107,7 @@ def audit_releases(
     with _seeds_given_back():
         for _ in range(2):
             _seed()
-            engine = PrivacyEngine(
-                prepared,
-                batch_size=planned.schedule[0],
-                sample_size=planned.sample_size,
-                steps=steps // 2,
-                noise_multiplier=planned.noise_multiplier,
-                clipping_fn=clipping_fn,
-                **options,
-            )
+            engine = PrivacyEngine(prepared, **settings)
             try:
                 if game is None or tests is None:
                     game = _Game(engine, gradients, parse_clipping_fn(clipping_fn), options, known=known)
@@ -121,7 +115,6 @@ def audit_releases(
                 else:
                     game.next_engine(engine)
                     tests.next_engine()
-                data = TensorDataset(x, y, torch.arange(len(x)))
                 for noise, alone in game.play(prepared, data, loss, step, micro_batch_size):
                     tests.see(noise, alone=alone)
                     on_step()
@@ -133,7 +126,7 @@ def audit_releases(
         findings=(*game.findings(), *tests.findings()),
         steps=tests.steps,
         elements=sum(game.sizes.values()),
-        samples=len(rows) if game.known else 0,
+        samples=len(gradients) if game.known else 0,
     )
 
 

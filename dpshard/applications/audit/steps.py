@@ -126,12 +126,7 @@ def audit_steps(
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
     check_positive("noise_multiplier", noise_multiplier)
-    refuse_units(options, "audit_steps")
-    if options.get("sampling", "poisson") != "poisson":
-        raise ConfigurationError(
-            f"audit_steps plays single steps of Poisson samples, so it says nothing about sampling="
-            f"{options['sampling']!r}. Audit whole runs by audit_runs."
-        )
+    _refuse_settings(options)
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -152,6 +147,15 @@ def audit_steps(
     mechanism = engine.mechanism
     chances = by_coins(mechanism.schedule[0] / mechanism.sample_size)
     return StepsAudit(trials=judge(played, mechanism, chances), steps=steps, mechanism=mechanism)
+
+
+def _refuse_settings(options: dict[str, Any]) -> None:
+    refuse_units(options, "audit_steps")
+    if options.get("sampling", "poisson") != "poisson":
+        raise ConfigurationError(
+            f"audit_steps plays single steps of Poisson samples, so it says nothing about sampling="
+            f"{options['sampling']!r}. Audit whole runs by audit_runs."
+        )
 
 
 _Release = tuple[list[float], list[float]]
