@@ -191,7 +191,7 @@ class _Game:
 
     def _of_correlation(self) -> Whitening:
         mechanism = self.engine.mechanism
-        return Whitening(mechanism.noise_correlation, mechanism.schedule.steps)
+        return Whitening(mechanism.correlation, mechanism.schedule.steps)
 
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int

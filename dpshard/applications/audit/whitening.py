@@ -20,8 +20,7 @@ class Whitening:
     Released noise n_t is z_t + w_1 z_{t-1} + ...; in a BandMF, z_t = n_t + c_1 n_{t-1} + ... has fewer terms.
     """
 
-    def __init__(self, correlation: BandedInverse | BandMF | None, steps: int) -> None:
-        correlation = correlation or BandedInverse(bands=1)
+    def __init__(self, correlation: BandedInverse | BandMF, steps: int) -> None:
         self._of_noise = isinstance(correlation, BandedInverse)
         weights = correlation.noising(steps) if self._of_noise else correlation.strategy(steps)
         self._weights = weights[: correlation.bands]
