@@ -12,6 +12,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import QuantileTracking, UnitDataset, augment
 from dpshard.audit import audit_releases, audit_steps
+from dpshard.clipping.groups import STYLES
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import (
     BatchLayoutError,
@@ -181,15 +182,25 @@ def test_compiled():
     assert relative_error(update, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_equal_rows_count_as_one(mode):
-    """K identical rows give the gradient of K = 1."""
+EVERY_WAY = {
+    **{mode: {"clipping_mode": mode} for mode in CLIPPING_MODES},
+    **{style: {"clipping_style": style} for style in STYLES},
+    "layer-wise ghost": {"clipping_style": "layer-wise", "clipping_mode": "ghost"},
+    "automatic": {"clipping_fn": "automatic"},
+    "adaptive": {"adaptive_clipping": QuantileTracking(learning_rate=0.5)},
+}
+
+
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_equal_rows_count_as_one(way):
+    """K identical rows give the sum of K = 1."""
     ids, y = sentences(M)
-    one = private_step(Network(), (ids, y), F.cross_entropy, clipping_mode=mode, max_grad_norm=30.0)
+    settings = {**EVERY_WAY[way], "max_grad_norm": 30.0, "verify": way == "auto"}
+    one = clipped_sum(Network, loop_in(2), TensorDataset(ids, y), **settings)
     for K in (3, 16):
-        data = ids.repeat_interleave(K, 0), y.repeat_interleave(K)
-        options = {"rows_per_unit": K, "batch_size": M, "clipping_mode": mode, "max_grad_norm": 30.0}
-        assert relative_error(private_step(Network(), data, F.cross_entropy, **options), one) <= TOLERANCE
+        equal = TensorDataset(*(x.unsqueeze(1).repeat_interleave(K, 1) for x in (ids, y)))
+        found = clipped_sum(Network, loop_in(2), equal, rows_per_unit=K, **settings)
+        assert relative_error(found, one) <= TOLERANCE
 
 
 # --- engine.batches --------------------------------------------------------------------------------------------------
@@ -248,13 +259,14 @@ def test_batches_hand_out_the_rows_of_whole_units(micro_batch_size):
     assert relative_error(clipped_sum(Network, loop, Items(units), **settings), expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("options", [{}, {"clipping_mode": "ghost"}, {"clipping_style": "layer-wise"}])
-def test_a_unit_moves_the_sum_by_R_at_most(options):
+@pytest.mark.parametrize("way", EVERY_WAY)
+def test_a_unit_moves_the_sum_by_R_at_most(way):
     """Neighbouring data sets differ by a unit of rows that pull in one direction."""
     ids, y = sentences(2)
     units = TensorDataset(ids[:, None].repeat(2, 3, 1), y[:, None].repeat(2, 3))
     build = functools.partial(Network, blocks=1)
-    found = influence(build, loop_in(3), units, left_out=[3], rows_per_unit=3, **options)
+    settings = {**EVERY_WAY[way], "verify": way == "auto"}
+    found = influence(build, loop_in(3), units, left_out=[3], rows_per_unit=3, **settings)
     assert 0.9 < found <= ALLOWED
 
 

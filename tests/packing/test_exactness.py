@@ -200,14 +200,24 @@ def test_a_loop_may_fill_its_unit_ids_again_before_backward():
     engine.detach()
 
 
-def test_neighbouring_data_sets_move_the_sum_by_at_most_the_threshold():
+WAYS = [
+    *({"clipping_mode": mode} for mode in CLIPPING_MODES),
+    *({"clipping_style": style} for style in STYLES),
+    {"clipping_style": "layer-wise", "clipping_mode": "ghost"},
+    {"clipping_fn": "automatic"},
+    {"adaptive_clipping": QuantileTracking(learning_rate=0.5)},
+]
+
+
+@pytest.mark.parametrize("options", WAYS, ids=str)
+def test_neighbouring_data_sets_move_the_sum_by_at_most_the_threshold(options):
     """Without one document the others are packed elsewhere; their gradients stay, so only its own is missing."""
-    model, docs = LanguageModel(), documents()
+    model, docs = Blocks(), documents()
     threshold, _ = expected(model, docs)
-    whole = step(model, docs, threshold)
-    for gone in range(len(docs)):
+    whole = step(model, docs, threshold, **options)
+    for gone in range(len(docs)) if options == WAYS[0] else [1]:
         rest = [ids for i, ids in enumerate(docs) if i != gone]
-        fewer = step(model, rest, threshold)
+        fewer = step(model, rest, threshold, **options)
         moved = {name: len(docs) * whole[name] - len(rest) * fewer[name] for name in whole}
         assert 0 < norm(moved) <= threshold * (1 + 1e-9)
 

@@ -6,7 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from tests.grids import each
+from dpshard.clipping.groups import STYLES, partition
+from dpshard.config import CLIPPING_MODES
+from tests.grids import covering
 from tests.oracle import clipped_mean, norm, private_step, ramp_loss, relative_error
 from tests.test_units import TOLERANCE, per_unit_gradients
 from tests.zoo.test_language_models import DECODERS, TEXT, mixture
@@ -57,8 +59,24 @@ class Logits(nn.Module):
         return self.model(x, **more).logits
 
 
-@pytest.mark.parametrize(("name", "K"), each(FAMILIES, [1, 3, 16]))
-def test_units_of_k_rows(name, K):
+HOW = {
+    **{mode: {"clipping_mode": mode} for mode in CLIPPING_MODES},
+    **{style: {"clipping_style": style} for style in STYLES if style != "all-layer"},
+    "layer-wise ghost": {"clipping_style": "layer-wise", "clipping_mode": "ghost"},
+    "block-wise automatic": {"clipping_style": "block-wise", "clipping_fn": "automatic"},
+}
+ROWS = (1, 3, 16)
+
+
+def cases():
+    """Every family with every K, and with every way, whose K goes round; each of the three is in a quick case."""
+    grid = [(name, K, "auto") for name in FAMILIES for K in ROWS]
+    grid += [(name, ROWS[(i + j) % 3], how) for i, name in enumerate(FAMILIES) for j, how in enumerate(HOW)]
+    return covering(dict.fromkeys(grid), lambda *case: set(enumerate(case)))
+
+
+@pytest.mark.parametrize(("name", "K", "how"), cases())
+def test_units_of_k_rows(name, K, how):
     model = Logits(FAMILIES[name]()).double().train()
     with torch.no_grad():
         for parameter in model.parameters():  # biases of 0 and scales of 1 would hide that they are used
@@ -68,11 +86,15 @@ def test_units_of_k_rows(name, K):
         rows = torch.randn(M * K, 3, size, size, dtype=torch.float64)
     else:
         rows = torch.randint(3, VOCABULARY, (M * K, 5))
+    options = HOW[how]
+    names = [name for name, _ in model.named_parameters()]
+    groups = [group.names for group in partition(model, options.get("clipping_style", "all-layer"), names, 1.0)]
     with Wide():
         per_unit = per_unit_gradients(model, (rows,), K, ramp_loss)
         R = sorted(norm(gradients) for gradients in per_unit)[M // 2] * 0.999  # clips some units
-        expected = clipped_mean(per_unit, max_grad_norm=R, batch_size=M)
+        fn = options.get("clipping_fn", "abadi")
+        expected = clipped_mean(per_unit, max_grad_norm=R, batch_size=M, groups=groups, clipping_fn=fn)
         # BERT makes the same types of all tokens, whose order only the gradients of verification tell.
-        options = {"batch_size": M, "max_grad_norm": R, "rows_per_unit": K, "verify": name == "Bert"}
+        options = {"batch_size": M, "max_grad_norm": R, "rows_per_unit": K, "verify": name == "Bert", **options}
         update = private_step(model, (rows,), ramp_loss, **options)
     assert relative_error(update, expected) <= TOLERANCE
