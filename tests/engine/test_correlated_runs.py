@@ -23,6 +23,7 @@ from dpshard.noise import correlation as correlation_module
 from dpshard.noise import workloads
 from dpshard.noise.correlation import explicit
 from dpshard.noise.keyed import KeyedGaussian
+from dpshard.recipes import AdamBC
 from dpshard.sampling import CyclicPoissonSampler, FixedOrderSampler
 from dpshard.step.chain import Chain
 
@@ -141,6 +142,25 @@ def test_a_release_is_the_sum_and_the_weighted_vectors_of_this_and_earlier_steps
     weights = engine.mechanism.noise_weights(STEPS - 1)
     assert engine.gradient_noise_std == pytest.approx(0.5 * engine.mechanism.sensitivity * np.linalg.norm(weights) / B)
     assert len(set(recorded.secrets)) == STEPS
+
+
+@pytest.mark.parametrize("run", [OPTIMISED, BUFFERED], ids=["optimised", "buffered"])
+def test_metrics_and_adam_know_the_noise_of_every_step(run):
+    """Its deviation is that of a row of W: at the first steps it has fewer vectors."""
+    engine, noise_sq = make(**run), 0.0
+    optimizer = AdamBC(engine.model.parameters(), noise_std=lambda: engine.gradient_noise_std, betas=(0.9, 0.8))
+    rows = np.tril(toeplitz(engine.mechanism.correlation.noising(STEPS)))
+    elements = sum(p.numel() for p in engine.model.parameters())
+    for batch, row in zip(engine.batches(DATA, 2), rows, strict=True):
+        for x, y in batch:
+            F.cross_entropy(engine.model(x), y).backward()
+        optimizer.step()
+        std, metrics = engine.mechanism.sensitivity * np.linalg.norm(row), engine.metrics()
+        assert engine.gradient_noise_std == pytest.approx(std / B, rel=1e-9)
+        assert metrics["gradient_snr"] == pytest.approx(metrics["clipped_sum_norm"] / (std * elements**0.5), rel=1e-6)
+        noise_sq = 0.8 * noise_sq + 0.2 * (std / B) ** 2
+        assert float(optimizer.state[engine.model.weight]["noise_sq"]) == pytest.approx(noise_sq, rel=1e-5)
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("run", [BISR, CYCLIC, BUFFERED], ids=["bisr", "band-mf", "buffered"])

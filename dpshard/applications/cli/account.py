@@ -87,6 +87,7 @@ def command(
     sampling: correlated.Sampling = "poisson",
     correlation: correlated.Name = None,
     bands: correlated.Bands = None,
+    correlation_momentum: correlated.Momentum = None,
     accountant: Accountants = None,
     search_runs: SearchRuns = None,
     search_distribution: SearchDistribution = None,
@@ -111,9 +112,10 @@ def command(
         discretized_elements=_grid_elements(noise, elements),
     )
     budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+    told = sampling, correlation, bands, correlation_momentum
     plan = Plan(
         unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
-        mechanism=correlated.parse(run, sampling, correlation, bands, of_known_length=length is not None, **budget),
+        mechanism=correlated.parse(run, *told, of_known_length=length is not None, **budget),
         **budget,
         search=_search(search_runs, search_distribution, search_also or [], sample_size),
     )

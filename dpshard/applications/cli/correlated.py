@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, get_args
 
@@ -14,6 +15,7 @@ from dpshard.accounting.releases import SIMULATION_FAILURE
 from dpshard.config import SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
+from dpshard.noise.workloads import Workload
 
 KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 
@@ -31,6 +33,13 @@ Bands = Annotated[
     str | None,
     typer.Option(help="Number of bands of --correlation, or auto: the best of a few for --target-epsilon."),
 ]
+Momentum = Annotated[
+    float | None,
+    typer.Option(
+        help="Optimise the weights of --correlation for SGD with this momentum; 0 for prefix sums. Left out, they are "
+        "the default ones."
+    ),
+]
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of bands that `auto` tries, over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 
@@ -40,6 +49,7 @@ def parse(
     sampling: Any,
     name: str | None,
     bands: str | None,
+    momentum: float | None,
     *,
     of_known_length: bool,
     target_epsilon: float | None,
@@ -56,29 +66,40 @@ def parse(
         if target_epsilon is None:
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
         check_choice("--correlation", name, list(KINDS))
-        return _best(run, sampling, name, target_epsilon=target_epsilon, target_delta=target_delta)
-    return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands))
+        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        return _best(run, sampling, lambda bands: correlation_of(name, str(bands), momentum), name, budget)
+    return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands, momentum))
 
 
-def correlation_of(name: str | None, bands: str | None) -> BandedInverse | BandMF | None:
+def correlation_of(name: str | None, bands: str | None, momentum: float | None) -> BandedInverse | BandMF | None:
     """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
     check_choice("--correlation", name, (None, *KINDS))
     if (name is None) != (bands is None):
         raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
     if name is None or bands is None:
+        if momentum is not None:
+            raise ConfigurationError(
+                f"--correlation-momentum {momentum:g} is for correlated noise: give --correlation, or leave it out."
+            )
         return None
     if not bands.isdigit():
         raise ConfigurationError(f"--bands {bands}: give a number of bands, or auto with --target-epsilon.")
-    return KINDS[name](bands=int(bands))
+    return KINDS[name](bands=int(bands), workload=None if momentum is None else Workload(momentum=momentum))
 
 
-def _best(run: SampledMechanism, sampling: Any, name: str, **budget: Any) -> SampledMechanism:
+def _best(
+    run: SampledMechanism,
+    sampling: Any,
+    correlation: Callable[[int], BandedInverse | BandMF | None],
+    name: str,
+    budget: Mapping[str, Any],
+) -> SampledMechanism:
     """Return `run` with the number of bands that has the least error within the budget."""
     steps, samples, size = run.schedule.steps, run.sample_size, run.schedule[0]
     most = min(steps, samples // size) if name == "band-mf" else steps
     middle = budget["target_epsilon"] * math.sqrt(steps) / max(1.0, steps * size / samples)
     tried = {min(max(1, round(middle * factor)), most) for factor in AROUND}
-    runs = [replace(run, sampling=sampling, noise_correlation=KINDS[name](bands=bands)) for bands in sorted(tried)]
+    runs = [replace(run, sampling=sampling, noise_correlation=correlation(bands)) for bands in sorted(tried)]
     best = min(runs, key=lambda run: calibrate(run, **budget).error)
     return replace(best, noise_multiplier=run.noise_multiplier)
 
@@ -97,7 +118,10 @@ def in_words(run: SampledMechanism, ratio: float) -> str:
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
     it = "noise" if run.noise_correlation else "sampling"
     advice = f"this {it} pays" if ratio < 1 else "take --sampling poisson, which has less noise"
-    what, hint = "", ""
+    if ratio >= 1 and run.sampling == "fixed-order":
+        advice += ", or try cyclic-poisson with band-mf"
+    what, hint, momentum = "", "", run.workload.momentum
+    sums = f"a model under momentum {momentum:g}" if momentum else "sums of releases"
     if run.noise_correlation is not None:
         what = f"Correlation: {run.noise_correlation!r}. "
         hint = f" (Correlation pays for a large ε and few epochs; here {sampled / run.sample_size:.3g}.)"
@@ -110,6 +134,6 @@ def in_words(run: SampledMechanism, ratio: float) -> str:
     if run.sampling == "balls-in-bins" and run.noise_correlation is not None:
         what += f"A public simulation bounds ε; δ includes {SIMULATION_FAILURE:g} for its failure.\n"
     return (
-        f"{what}Noise in sums of releases, root mean square over the {steps:,} steps: {ratio:.3f} of that of DP-SGD "
-        f"with Poisson sampling at this ε: {advice}.{hint}"
+        f"{what}Noise in {sums}, root mean square over the {steps:,} steps: {ratio:.3f} of that of DP-SGD with Poisson "
+        f"sampling at this ε: {advice}.{hint}"
     )

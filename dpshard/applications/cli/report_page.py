@@ -62,6 +62,8 @@ def _sampled(settings: TrainSettings) -> str:
     if settings.sampling == "poisson":
         return ""
     correlated = f" --correlation {settings.correlation} --bands {settings.bands}"
+    if settings.correlation_momentum is not None:
+        correlated += f" --correlation-momentum {settings.correlation_momentum!r}"
     return f" --sampling {settings.sampling}{'' if settings.correlation == 'none' else correlated}"
 
 

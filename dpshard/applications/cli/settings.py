@@ -141,6 +141,9 @@ class TrainSettings:
     bands: int | None = _privacy(
         None, "Number of bands of --correlation; dpshard account --bands auto finds a good one."
     )
+    correlation_momentum: float | None = _privacy(
+        None, "Optimise the weights of --correlation for SGD with this momentum; 0 for prefix sums."
+    )
     secure_mode: bool = _privacy(
         False, "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing."
     )
@@ -248,7 +251,9 @@ class TrainSettings:
         from dpshard.applications.cli.correlated import correlation_of  # imports numpy
 
         bands = None if self.bands is None else str(self.bands)
-        return correlation_of(None if self.correlation == "none" else self.correlation, bands)
+        return correlation_of(
+            None if self.correlation == "none" else self.correlation, bands, self.correlation_momentum
+        )
 
     def to_yaml(self) -> str:
         """Return YAML of these settings for `read_yaml` and `resolve`."""

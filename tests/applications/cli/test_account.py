@@ -267,6 +267,29 @@ def test_bands_are_chosen_for_the_budget(dpshard):
         assert chosen["answers"][0]["error_over_dp_sgd"] <= others["rdp"]["error_over_dp_sgd"] * (1 + 1e-9)
 
 
+def test_three_epochs_at_a_small_epsilon_need_amplification(dpshard):
+    run = "account --sample-size 200000 --batch-size 2048 --steps 293 --epsilon 1 --delta 1e-6 --accountant pld".split()
+    inverse = "--sampling fixed-order --correlation banded-inverse --bands 64".split()
+    said = " ".join(dpshard(*run, *inverse).stdout.split())
+    assert "1.683 of that of DP-SGD" in said
+    assert "take --sampling poisson, which has less noise, or try cyclic-poisson with band-mf" in said
+    said = " ".join(dpshard(*run, *"--sampling cyclic-poisson --correlation band-mf --bands 4".split()).stdout.split())
+    assert "0.864 of that of DP-SGD" in said
+    assert "this noise pays" in said
+
+
+def test_weights_are_optimised_for_momentum(dpshard):
+    run = "--steps 60 --epsilon 8 --accountant rdp --sampling fixed-order --correlation banded-inverse".split()
+    ratios = [
+        ask(dpshard, *run, "--bands", 4, *(["--correlation-momentum", m] if m is not None else []))[1]["rdp"]
+        for m in (None, 0, 0.9)
+    ]
+    default, prefix, momentum = (answer["error_over_dp_sgd"] for answer in ratios)
+    assert momentum < prefix < default
+    said = dpshard("account", *MNIST, *run, "--bands", "auto", "--correlation-momentum", 0.9).stdout
+    assert "Noise in a model under momentum 0.9" in " ".join(said.split())
+
+
 @pytest.mark.parametrize(("epsilon", "advice"), [(8, "this noise pays"), (0.1, "take --sampling poisson")])
 def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
     words = "--epochs 3 --accountant rdp --sampling fixed-order --correlation banded-inverse --bands 8".split()
@@ -281,6 +304,7 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
     [
         ("--steps 9 --sigma 1 --correlation band-mf --bands 4", "cannot be analysed under sampling='poisson'"),
         ("--steps 9 --sigma 1 --sampling fixed-order --bands 4", "go together"),
+        ("--steps 9 --sigma 1 --correlation-momentum 0.9", "is for correlated noise"),
         ("--steps 9 --sigma 1 --sampling cyclic-poisson", "needs BandMF"),
         ("--steps 9 --sigma 1 --sampling fixed-order --max-batch-size 300", "not analysed with a cap"),
         ("--epsilon 2 --sigma 1 --sampling fixed-order", "known length"),

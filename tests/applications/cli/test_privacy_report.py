@@ -93,10 +93,11 @@ def test_the_command_on_the_page_gives_the_same_epsilon(dpshard, run):
     assert answer["answers"][0]["epsilon"] == pytest.approx(epsilon, rel=1e-9)
 
 
-@pytest.mark.parametrize("options", [["--sampling", "fixed-order", "--correlation", "banded-inverse", "--bands", "2"]])
+@pytest.mark.parametrize("options", ["--correlation-momentum 0.5"])
 def test_the_command_on_the_page_knows_the_sampling_and_the_correlation(dpshard, tmp_path, options):
     out = tmp_path / "run"
-    dpshard("train", "--steps", "4", "--batch-size", "400", "--evaluations", "1", *options, "--out", out)
+    correlated = f"--sampling fixed-order --correlation banded-inverse --bands 2 {options}".split()
+    dpshard("train", "--steps", "4", "--batch-size", "400", "--evaluations", "1", *correlated, "--out", out)
     text = html.unescape(written(dpshard, out))
     command = re.search(r"^dpshard (account .*)$", text, re.MULTILINE)[1].split()
     answer = json.loads(dpshard(*command, "--json").stdout)
