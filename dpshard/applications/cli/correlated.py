@@ -67,13 +67,14 @@ def parse(
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
         check_choice("--correlation", name, list(KINDS))
         budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return _best(run, sampling, lambda bands: correlation_of(name, str(bands), momentum), name, budget)
+        return _best(run, sampling, lambda bands: correlation_of(name, bands, momentum), name, budget)
     return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands, momentum))
 
 
-def correlation_of(name: str | None, bands: str | None, momentum: float | None) -> BandedInverse | BandMF | None:
+def correlation_of(name: str | None, bands: str | int | None, momentum: float | None) -> BandedInverse | BandMF | None:
     """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
-    check_choice("--correlation", name, (None, *KINDS))
+    check_choice("--correlation", name, (None, "none", *KINDS))
+    name = None if name == "none" else name
     if (name is None) != (bands is None):
         raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
     if name is None or bands is None:
@@ -82,7 +83,7 @@ def correlation_of(name: str | None, bands: str | None, momentum: float | None) 
                 f"--correlation-momentum {momentum:g} is for correlated noise: give --correlation, or leave it out."
             )
         return None
-    if not bands.isdigit():
+    if not str(bands).isdigit():
         raise ConfigurationError(f"--bands {bands}: give a number of bands, or auto with --target-epsilon.")
     return KINDS[name](bands=int(bands), workload=None if momentum is None else Workload(momentum=momentum))
 

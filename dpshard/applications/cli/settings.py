@@ -237,23 +237,16 @@ class TrainSettings:
 
     def mechanism(self) -> dict[str, Any]:
         """Return the arguments of PrivacyEngine, except model and sample size."""
-        from dpshard.clipping.thresholds import QuantileTracking  # imports torch: slow for `dpshard --help`
+        from dpshard.applications.cli.correlated import correlation_of  # these import numpy and torch: slow for --help
+        from dpshard.clipping.thresholds import QuantileTracking
 
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
             "adaptive_clipping": None if quantile is None else QuantileTracking(quantile),
-            "noise_correlation": self._correlation(),
+            "noise_correlation": correlation_of(self.correlation, self.bands, self.correlation_momentum),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
-
-    def _correlation(self) -> Any:
-        from dpshard.applications.cli.correlated import correlation_of  # imports numpy
-
-        bands = None if self.bands is None else str(self.bands)
-        return correlation_of(
-            None if self.correlation == "none" else self.correlation, bands, self.correlation_momentum
-        )
 
     def to_yaml(self) -> str:
         """Return YAML of these settings for `read_yaml` and `resolve`."""
