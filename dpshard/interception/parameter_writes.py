@@ -21,13 +21,15 @@ class ParameterWrites(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self._names = {_storage(p): name for name, p in model.named_parameters() if _is_local(p)}
+        self._known = {_storage(p): (name, p) for name, p in model.named_parameters() if _is_local(p)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, unless it writes into a parameter."""
         if not Passthrough.on:
             for x in _written(func, args, kwargs or {}):
-                if (name := self._names.get(_storage(x))) is not None:
+                name, p = self._known.get(_storage(x), ("", x))
+                # ZeRO-3 frees storage after each module, and another tensor may get its place in memory.
+                if name and _storage(p) == _storage(x):
                     raise written(name)
         return func(*args, **(kwargs or {}))
 

@@ -2,8 +2,8 @@
 
 Usage: torchrun --nproc_per_node=2 head_worker.py CASE...
 
-A case is ddp, fsdp2 (the table in the root's unit), two-passes (the same), or the ZeRO stage of DeepSpeed.
-own-unit reads a head that is not gathered: the report is its error.
+A case is ddp, fsdp2 (the table in the root's unit), two-passes (the same), or the ZeRO stage of DeepSpeed: zero2,
+zero3, or zero-untied3, whose head no module calls. own-unit reads a head that is not gathered: the report is its error.
 """
 
 import sys
@@ -41,10 +41,14 @@ def report(case: str) -> float | str:
 def error(case: str) -> float:
     torch.manual_seed(1)
     data = pairs(N)
-    per_sample = per_sample_gradients(network(), [data], loss)
+    per_sample = per_sample_gradients(network(tied=is_tied(case)), [data], loss)
     R = sorted(norm(g) for g in per_sample)[N // 2] * 0.999
-    found = of_deepspeed(int(case[-1]), data, R) if case.startswith("zero") else of_torch(case, data, R)
+    found = of_deepspeed(case, data, R) if case.startswith("zero") else of_torch(case, data, R)
     return relative_error(found, clipped_mean(per_sample, max_grad_norm=R, batch_size=N))
+
+
+def is_tied(case: str) -> bool:
+    return case not in ("own-unit", "zero-untied3")
 
 
 def loss(output: Tensor) -> Tensor:
@@ -53,7 +57,7 @@ def loss(output: Tensor) -> Tensor:
 
 def of_torch(case: str, data: Tensor, R: float) -> Mapping[str, Tensor]:
     """The update of DDP or FSDP2."""
-    model: torch.nn.Module = network(tied=case != "own-unit")
+    model: torch.nn.Module = network(tied=is_tied(case))
     if case == "ddp":
         model = DistributedDataParallel(model)
     else:
@@ -74,13 +78,13 @@ def of_torch(case: str, data: Tensor, R: float) -> Mapping[str, Tensor]:
     return found
 
 
-def of_deepspeed(stage: int, data: Tensor, R: float) -> Mapping[str, Tensor]:
+def of_deepspeed(case: str, data: Tensor, R: float) -> Mapping[str, Tensor]:
     """The update of DeepSpeed, which trains in float32: the step of SGD at learning rate 1."""
     from tests.distributed.deepspeed_setup import configuration, start, whole
 
-    model = network().float()
+    model = network(tied=is_tied(case)).float()
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model_engine = start(model, configuration(stage), torch.optim.SGD(model.parameters(), lr=1.0))
+    model_engine = start(model, configuration(int(case[-1])), torch.optim.SGD(model.parameters(), lr=1.0))
     engine = noise_free_engine(model_engine, batch_size=N, sample_size=N, max_grad_norm=R)
     for logical_batch in engine.batches(TensorDataset(data), 2):
         for (x,) in logical_batch:

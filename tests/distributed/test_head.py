@@ -6,6 +6,7 @@ from tests.distributed.launch import together
 from tests.extras import needs_deepspeed
 from tests.oracle import TOLERANCE
 
+DEEPSPEED = ("zero2", "zero3", "zero-untied3")
 TORCH = ("ddp", "fsdp2", "two-passes", "own-unit")
 
 
@@ -21,6 +22,7 @@ def test_a_head_that_is_not_gathered_is_refused():
 
 
 @needs_deepspeed
-def test_a_tied_head_in_chunks_is_exact_under_deepspeed():
+@pytest.mark.parametrize("case", DEEPSPEED)
+def test_a_head_in_chunks_is_exact_under_deepspeed(case):
     """To the rounding of float32, in which DeepSpeed trains."""
-    assert max(together("head_worker.py", 2, "zero2")["zero2"]) <= 1e-5
+    assert max(together("head_worker.py", 2, *DEEPSPEED)[case]) <= 1e-5
