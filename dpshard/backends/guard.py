@@ -89,9 +89,9 @@ class Guard:
             raise UnsupportedParameterError(
                 f"{name}: a gradient reached it along a path that dpshard does not see, so it is not clipped. Typical "
                 f"causes: a regularisation term on the parameter outside the model's forward (use the optimizer's "
-                f"weight_decay), torch.jit.script code, a custom autograd.Function, chunked_cross_entropy in a compiled "
-                f"forward (compile the blocks instead), the parameter used outside of any module call, or a forward in "
-                f"eval mode (call model.train())."
+                f"weight_decay), torch.jit.script code, a custom autograd.Function, chunked_cross_entropy in a "
+                f"compiled forward (compile the blocks instead), the parameter used outside of any module call, or a "
+                f"forward in eval mode (call model.train())."
             )
 
     @contextmanager
