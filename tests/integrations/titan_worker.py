@@ -6,6 +6,7 @@ Usage, on each rank: python titan_worker.py FOLDER CASE..., of test_torchtitan.p
 
 import copy
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ def configured(folder: Path, **options: Any) -> Any:
     parallel = config.parallelism
     parallel.tensor_parallel_degree = options.get("tp", 1)
     parallel.data_parallel_replicate_degree = options.get("copies", 1)
+    config.training.mixed_precision_param = options.get("precision", "float32")
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
     config.privacy.max_grad_norm = R
     config.privacy.clipping_style = options.get("style", "all-layer")
@@ -98,36 +100,39 @@ def of_single_documents(trainer: Any, parameters: dict[str, Tensor], groups: Any
 
 
 def resumed(folder: Path) -> dict[str, Any]:
-    """Three steps with noise; and the last of them again, from a checkpoint of the second."""
+    """Three steps with noise; then the last of them again, twice, from the checkpoint of the second.
 
-    def run() -> Any:
-        config = configured(folder)
-        config.privacy.noise_multiplier, config.training.global_batch_size = 1.0, 8
-        config.training.steps, config.checkpoint.interval = 3, 2
-        config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
-        config.validator.enable, config.validator.freq, config.validator.steps = True, 3, 1
-        config.validator.dataloader.dataset = "notes"
-        trainer = config.build()
-        trainer.train()
-        trainer.close()
-        trainer.engine.detach()
-        return trainer
-
-    first = run()
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        (folder / "checkpoint" / "step-3").rename(folder / "later")
-    torch.distributed.barrier()
-    again = run()
+    First as it was, then in smaller micro-batches, in which sums round otherwise.
+    """
+    first, again, otherwise = (noisy_run(folder, rows) for rows in (4, 4, 2))
     pairs = zip(first.model_parts[0].parameters(), again.model_parts[0].parameters(), strict=True)
     return {
         "equal": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
-        "epsilon": [first.engine.epsilon(), again.engine.epsilon()],
+        "epsilon": [trainer.engine.epsilon() for trainer in (first, again, otherwise)],
         "statement": again.engine.statement(),
         "steps": [first.engine.step, again.engine.step, again.step],
         "mode": oct((folder / "checkpoint").stat().st_mode & 0o777),
         "noted": (folder / "checkpoint" / "releases.journal").stat().st_size,
     }
+
+
+def noisy_run(folder: Path, rows: int) -> Any:
+    """A trainer after three steps, from the checkpoint of the second if there is one, with validation at the end."""
+    config = configured(folder)
+    config.privacy.noise_multiplier, config.training.local_batch_size, config.training.global_batch_size = 1.0, rows, 8
+    config.training.steps, config.checkpoint.interval = 3, 2
+    config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
+    config.validator.enable, config.validator.freq, config.validator.steps = True, 3, 1
+    config.validator.dataloader.dataset = "notes"
+    trainer = config.build()
+    trainer.train()
+    trainer.close()
+    trainer.engine.detach()
+    torch.distributed.barrier()
+    if torch.distributed.get_rank() == 0:
+        (folder / "checkpoint" / "step-3").rename(folder / f"later-{time.monotonic_ns()}")
+    torch.distributed.barrier()
+    return trainer
 
 
 def refused(folder: Path) -> dict[str, str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torchtitan.tools.logging import logger
 
 from dpshard.checkpoint.journal import Journal
 from dpshard.engine import PrivacyEngine
@@ -24,6 +25,15 @@ class EngineState:
         self._journal = Journal(folder / "releases.journal")
         self._noted = len(self._journal)
         engine.internals.note_releases(self._note)
+
+    def warn_of_earlier_starts(self) -> None:
+        """Say that the journal has releases which a run that begins now does not count."""
+        if self._noted and self._engine.step == 0:
+            logger.warning(
+                "%s has %d releases of earlier starts, of which there is no checkpoint. This run does not count them.",
+                self._journal.path,
+                self._noted,
+            )
 
     def _note(self, step: int, identity: bytes) -> Callable[[], object]:
         self._noted += 1  # the same on all ranks

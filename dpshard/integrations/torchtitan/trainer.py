@@ -64,9 +64,10 @@ class PrivateTrainer(Trainer):
             steps=training.steps,
             **config.privacy.settings(),
         )
+        self._state: EngineState | None = None
         if config.checkpoint.enable:
-            folder = Path(config.dump_folder, config.checkpoint.folder)
-            self.checkpointer.states["privacy"] = EngineState(self.engine, folder)  # type: ignore[attr-defined]
+            self._state = EngineState(self.engine, Path(config.dump_folder, config.checkpoint.folder))
+            self.checkpointer.states["privacy"] = self._state  # type: ignore[attr-defined]
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
         """Return the remaining logical batches. Raises CheckpointError if the checkpoint is of another step."""
@@ -75,6 +76,8 @@ class PrivateTrainer(Trainer):
                 f"torchtitan resumes at step {self.step}, the privacy engine at step {self.engine.step}: the "
                 f"checkpoint lacks the state of one of them. Resume from another checkpoint."
             )
+        if self._state is not None:
+            self._state.warn_of_earlier_starts()
         rows, per_row = self.config.training.local_batch_size, self.config.privacy.documents_per_row
         tokens, loader = self.config.training.seq_len, data_iterable.config
         options: Any = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "prefetch_factor")}
