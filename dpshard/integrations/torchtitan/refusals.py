@@ -89,8 +89,7 @@ def _of_model(model: Any, documents_per_row: int, parts: int) -> dict[str, bool]
         "float8, MXFP8 and NVFP4 have backward passes of their own, which the engine does not see. Leave the "
         "converters out.": has_quantization(model),
         "tensor_parallel_degree > 1 is exact for Llama 3 and Qwen 3 with a head that is not tied to the table, and for "
-        "no other model yet. Leave it at 1.": parts > 1
-        and (model.enable_weight_tying or not isinstance(model, _EXACT)),
+        "no other model yet. Leave it at 1.": parts > 1 and (tied or not isinstance(model, _EXACT)),
         f"documents_per_row={documents_per_row} must be at least 1.": documents_per_row < 1,
         f"documents_per_row={documents_per_row} does not go with tensor_parallel_degree > 1. Leave one of them at 1.": (
             documents_per_row > 1 and parts > 1
