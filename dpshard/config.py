@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
 from itertools import groupby
@@ -44,6 +44,10 @@ class BatchSchedule:
         if isinstance(step, slice):
             return self.sizes[step]
         return self.sizes[min(step, len(self.sizes) - 1)]
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield the size of each step."""
+        return iter(self.sizes)
 
     def phases(self) -> list[tuple[int, int]]:
         """Return the schedule run-length encoded: `[(batch_size, number of steps), ...]` in order."""

@@ -299,3 +299,4 @@ def test_a_schedule_is_sliced_like_its_sizes():
     schedule = engine_on(mlp(), batch_size=[(6, 2), (8, 3)], steps=5).mechanism.schedule
     assert schedule[:3] == (6, 6, 8)
     assert schedule[99] == 8
+    assert list(schedule) == [6, 6, 8, 8, 8]
