@@ -24,10 +24,11 @@ from dpshard.applications.tabular import (
     Encoder,
     Numbers,
     Objective,
+    balanced,
     make_network,
     noise_for,
     parse_columns,
-    private_bounds,
+    private_statistics,
 )
 from dpshard.applications.tabular.columns import cell_name
 from dpshard.config import check_choice
@@ -121,12 +122,14 @@ class _PrivateEstimator(BaseEstimator):
         if y is None:
             cells_ND = np.concatenate([cells_ND, target[:, None]], axis=1)
         earlier: Any = ()
-        if cells_ND.shape[1]:
+        counted = {"labels": y.numpy(), "classes": objective.count} if y is not None and self._balances() else {}
+        if cells_ND.shape[1] or counted:
             budget = {"target_epsilon": self.target_epsilon, "target_delta": delta}
-            statistics = private_bounds(
-                cells_ND, noise_for(self.statistics_share, samples=samples, **budget), units=units
-            )
+            noise = noise_for(self.statistics_share, samples=samples, **budget)
+            statistics = private_statistics(cells_ND, noise, units=units, **counted)
             earlier, bounds = statistics.earlier, statistics.bounds
+            if statistics.counts is not None:
+                objective = Classes(objective.count, balanced(statistics.counts, noise))
             encoder = encoder.bounded(bounds if y is not None else bounds[:-1])
             if y is None:
                 objective = Numbers(*bounds[-1].tolist())
@@ -143,6 +146,9 @@ class _PrivateEstimator(BaseEstimator):
             self.model_ = self._network(x.shape[1], encoder.numbers, objective)
         self._train(TensorDataset(x, y), units, samples, delta, advice, earlier)
         return self
+
+    def _balances(self) -> bool:
+        return getattr(self, "class_weight", None) == "balanced"
 
     def _advice(self, samples: int) -> Advice:
         return advise(sample_size=samples, target_epsilon=self.target_epsilon, target_delta=self.target_delta)
@@ -246,7 +252,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         micro_batch_size: Samples per forward.
         random_state: Seed of initial weights only. Noise and batches come from the operating system.
         classes: Public labels; by default those of y, which the guarantee then takes as public.
-        class_weight: Public weights by label: the model leans to labels of large weights.
+        class_weight: Public weights by label: the model leans to labels of large weights. Or "balanced": one over the
+            share of each label, by private counts that `statistics_share` pays for.
 
     Attributes:
         epsilon_, delta_, statement_: The guarantee.
@@ -271,7 +278,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         micro_batch_size: int = 1024,
         random_state: int | None = None,
         classes: Sequence[Any] | None = None,
-        class_weight: Mapping[Any, float] | None = None,
+        class_weight: Mapping[Any, float] | Literal["balanced"] | None = None,
     ) -> None:
         super().__init__(
             target_epsilon=target_epsilon,
@@ -303,11 +310,10 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         if len(self.classes_) < 2:
             raise ValueError("Classifier can't train when only one class is present: give rows of two or more classes.")
         weights = None
-        if self.class_weight is not None:
+        if self.class_weight is not None and not self._balances():
             if not isinstance(self.class_weight, Mapping):
                 raise ConfigurationError(
-                    f"class_weight={self.class_weight!r}: give public weights, {{label: weight}}. Weights that are "
-                    f"computed from the labels would not be covered by epsilon."
+                    f"class_weight={self.class_weight!r}: give public weights, {{label: weight}}, or 'balanced'."
                 )
             given = dict(self.class_weight)
             if given.keys() - set(self.classes_.tolist()):

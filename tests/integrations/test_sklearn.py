@@ -126,6 +126,18 @@ def test_public_classes_and_weights_move_predictions():
     assert shares[1] > shares[0] + 0.1
 
 
+def test_balanced_weights_come_from_private_counts():
+    x, _ = rows(600)
+    y = (x[:, 0] > np.quantile(x[:, 0], 0.9)).astype(int)
+    settings = QUICK | {"batch_size": 300, "steps": 60}
+    plain, even = (PrivateClassifier(**settings, class_weight=w).fit(x, y) for w in (None, "balanced"))
+    weights = even.objective_.weights
+    assert weights[1] / weights[0] == pytest.approx(9, rel=0.5)
+    assert even.epsilon_ <= settings["target_epsilon"]
+    assert "1 releases about all samples before" in even.statement_
+    assert even.predict_proba(x)[:, 1].mean() > plain.predict_proba(x)[:, 1].mean() + 0.1
+
+
 def test_a_module_of_ones_own_is_copied():
     x, y = rows()
     own = nn.Linear(6, 2)
@@ -202,7 +214,7 @@ def test_bounds_of_a_target_are_two_numbers(bounds):
         {"bounds": (1, 0)},
         {"bounds": 3},
         {"columns": {"q": "drop"}},
-        {"class_weight": "balanced"},
+        {"class_weight": "even"},
         {"steps": 0},
     ],
 )

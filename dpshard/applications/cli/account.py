@@ -11,7 +11,7 @@ from typing import Annotated, Any, cast, get_args
 
 import typer
 
-from dpshard.accounting import MechanismOfUnits, SampledMechanism, Search
+from dpshard.accounting import MechanismOfUnits, Release, SampledMechanism, Search
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Plan, draw, show, work_out
@@ -44,6 +44,14 @@ RowsOfUnit = Annotated[
         metavar="G",
         help="Samples of one unit (a user, a patient) among the N, at most: epsilon is that of units, but samples "
         "are drawn one by one (pld only).",
+    ),
+]
+Earlier = Annotated[
+    list[float] | None,
+    typer.Option(
+        metavar="SIGMA",
+        help="Noise sigma of a release about all samples before the run, as a report states it: private bounds of "
+        "columns. May be repeated.",
     ),
 ]
 Accountants = Annotated[
@@ -84,6 +92,7 @@ def command(
     max_rows_per_unit: RowsOfUnit = None,
     noise: Annotated[str, typer.Option(help="gaussian, or discrete-gaussian (rdp only).")] = "gaussian",
     elements: Elements = None,
+    earlier: Earlier = None,
     sampling: correlated.Sampling = "poisson",
     correlation: correlated.Name = None,
     bands: correlated.Bands = None,
@@ -102,6 +111,8 @@ def command(
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
+    if earlier and length is None:
+        raise ConfigurationError("--earlier is for a run of known length: give --steps, --epochs or --phases.")
     schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases, sampling)
     run = _run(
         max_rows_per_unit,
@@ -110,6 +121,7 @@ def command(
         noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
         max_batch_size=max_batch_size,
         discretized_elements=_grid_elements(noise, elements),
+        earlier=tuple((Release(sigma, 1.0, sample_size), 1) for sigma in earlier or ()),
     )
     budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     told = sampling, correlation, bands, correlation_momentum
@@ -117,7 +129,7 @@ def command(
         unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
         mechanism=correlated.parse(run, *told, of_known_length=length is not None, **budget),
         **budget,
-        search=_search(search_runs, search_distribution, search_also or [], sample_size),
+        search=_search(search_runs, search_distribution, search_also or [], run),
     )
     # The table says what the warning about gdp says.
     chosen = accountant or _able(plan)
@@ -138,13 +150,13 @@ def _run(max_rows_per_unit: int | None, **facts: Any) -> SampledMechanism:
     return MechanismOfUnits(**facts, max_rows_per_unit=max_rows_per_unit)
 
 
-def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], sample_size: int) -> Search | None:
+def _search(mean_runs: float | None, distribution: Any, also: Sequence[str], run: SampledMechanism) -> Search | None:
     if mean_runs is None:
         if distribution is not None or also:
             name = "--search-also" if also else "--search-distribution"
             raise ConfigurationError(f"{name} is for a search. Give its expected number of runs by --search-runs.")
         return None
-    others = tuple(_candidate(text, sample_size) for text in also)
+    others = tuple(_candidate(text, run) for text in also)
     return Search(mean_runs, "geometric" if distribution is None else distribution, others)
 
 
@@ -158,14 +170,15 @@ def _unknown(**given: object) -> Any:
     return unknown[0]
 
 
-def _candidate(text: str, sample_size: int) -> Counts:
+def _candidate(text: str, run: SampledMechanism) -> Counts:
     phases, _, sigma = text.partition("@")
     try:
         noise_multiplier = float(sigma)
     except ValueError as error:
         raise ConfigurationError(f"--search-also {text}: write BATCHxSTEPS,...@SIGMA, such as 128x500@1.1.") from error
-    schedule = BatchSchedule.parse(parse_phases(phases), sample_size=sample_size)
-    return SampledMechanism(schedule=schedule, sample_size=sample_size, noise_multiplier=noise_multiplier).releases()
+    schedule = BatchSchedule.parse(parse_phases(phases), sample_size=run.sample_size)
+    facts: Any = {"sample_size": run.sample_size, "noise_multiplier": noise_multiplier, "earlier": run.earlier}
+    return SampledMechanism(schedule=schedule, **facts).releases()
 
 
 def _grid_elements(noise: str, elements: int | None) -> int | None:

@@ -160,6 +160,9 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
             f"Expected number of drawn samples: {plan.samples:,} ({plan.samples / run.sample_size:.3g} epochs), "
             f"{1 - plan.samples / (largest * steps):.1%} fewer than in {steps:,} steps of {largest:,}."
         )
+    if run.earlier:
+        sigmas = ", ".join(f"{release.noise_multiplier:g}" for release, _ in run.earlier)
+        yield f"ε covers releases about all samples before the run, too: σ = {sigmas}."
     if plan.search is not None:
         yield (
             f"ε is that of the best of K such runs, K secret and {plan.search.distribution} with mean "

@@ -72,7 +72,7 @@ class RunFolder:
             if not self.columns.is_file():
                 raise ValueError("there is no such file")
             found = json.loads(self.columns.read_text("utf-8"))
-            return {name: found[name] for name in ("columns", "target", "earlier")}
+            return {name: found[name] for name in ("columns", "target", "earlier")} | {"weights": found.get("weights")}
 
     def remove(self) -> None:
         """Remove the folder of a run without releases."""

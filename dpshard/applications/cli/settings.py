@@ -18,6 +18,8 @@ from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingNam
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
+BALANCED = "balanced"
+"""Of --class-weights: weights by private counts."""
 
 MODELS = ("auto", "mlp", "linear", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 
@@ -74,7 +76,9 @@ class TrainSettings:
     )
     drop: str | None = _data(None, "Names of columns to leave out, separated by commas: identifiers, names.")
     class_weights: str | None = _data(
-        None, "Public weights of labels, LABEL=WEIGHT,...: the model leans to labels of large weights; others have 1."
+        None,
+        "Public weights of labels, LABEL=WEIGHT,...: the model leans to labels of large weights; others have 1. Or "
+        "'balanced': one over the share of each label, by private counts that --statistics-share pays for.",
     )
     statistics_share: float | None = _data(
         0.3, "Share of epsilon that private bounds of columns without public ones would cost alone, 0 to 1."
@@ -294,9 +298,9 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
 
 
 def parse_weights(text: str | None) -> dict[str, float]:
-    """Parse "yes=5,no=1" as {"yes": 5.0, "no": 1.0}."""
+    """Parse "yes=5,no=1" as {"yes": 5.0, "no": 1.0}; "balanced" names no weight."""
     try:
-        pairs = [] if text is None else [pair.rsplit("=", 1) for pair in text.split(",")]
+        pairs = [] if text in (None, BALANCED) else [pair.rsplit("=", 1) for pair in text.split(",")]
         weights = {name.strip(): float(weight) for name, weight in pairs}
     except ValueError:
         weights = {"": math.nan}

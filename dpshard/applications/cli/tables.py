@@ -20,16 +20,16 @@ from torch.utils.data import TensorDataset
 from dpshard.accounting import Release
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unlabelled
-from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings, parse_weights, read_yaml
+from dpshard.applications.cli.settings import BALANCED, TEXT_COLUMN, TrainSettings, parse_weights, read_yaml
 from dpshard.applications.tabular import (
     Classes,
     Column,
     Encoder,
     Numbers,
-    Objective,
+    balanced,
     noise_for,
     parse_columns,
-    private_bounds,
+    private_statistics,
 )
 from dpshard.applications.tabular.columns import cell_name
 from dpshard.applications.tabular.encoding import numbers_of
@@ -47,6 +47,8 @@ class Fitted:
     target: Column | None
     """Facts of the label: bounds of a number, names of classes in the order of the outputs; None if not given."""
     earlier: Counts
+    weights: tuple[float, ...] | None = None
+    """Weights of classes by private counts, for --class-weights balanced."""
 
     def plain(self) -> dict[str, Any]:
         """Return the content as plain JSON."""
@@ -54,6 +56,7 @@ class Fitted:
             "columns": {name: asdict(column) for name, column in self.encoder.columns.items()},
             "target": None if self.target is None else asdict(self.target),
             "earlier": [[asdict(release), count] for release, count in self.earlier],
+            "weights": self.weights,
         }
 
     @classmethod
@@ -63,6 +66,7 @@ class Fitted:
             Encoder({name: _column(facts) for name, facts in plain["columns"].items()}),
             None if plain["target"] is None else _column(plain["target"]),
             tuple((Release(**release), count) for release, count in plain["earlier"]),
+            None if plain.get("weights") is None else tuple(plain["weights"]),
         )
 
 
@@ -118,13 +122,16 @@ def _encoded(
             f"--columns ({label}: [0, 100]), or its kind, number or category."
         )
     numbers = target is not None and target.kind == "number"
+    if numbers and settings.class_weights is not None:
+        raise ConfigurationError(f"class_weights are for classes, and the label {label!r} is a number: leave them out.")
     y_N = _numbers(frame, label, source) if numbers else np.empty(0)
     cells = frame.drop(columns=label)
 
     def fit() -> Fitted:
         own = parts(len(frame), settings, groups)
         rows, units = own.rows["train"], None if groups is None else np.unique(own.units, return_inverse=True)[1]
-        return _fitted(cells, rows, units, given, target, y_N, settings)
+        classes = _classes(labels, target) if settings.class_weights == BALANCED else None
+        return _fitted(cells, rows, units, given, target, y_N, classes, settings)
 
     fitted = agree(fit)
     x = fitted.encoder.encode(cells)
@@ -134,7 +141,8 @@ def _encoded(
         y = objective.scaled(torch.from_numpy(y_N))
         facts |= {"kind": Kind.NUMBERS, "classes": 1, "objective": objective}
         return splits(TensorDataset(x, y), settings, groups=groups, **facts)
-    y, objective = _classes(labels, fitted.target or target, settings)
+    y, names = _classes(labels, fitted.target or target)
+    objective = _weighted(names, fitted, settings)
     facts |= {"kind": Kind.FEATURES, "classes": objective.outputs, "objective": objective}
     return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
 
@@ -146,9 +154,10 @@ def _fitted(
     given: Mapping[str, Column],
     target: Column | None,
     y_N: Any,
+    classes: tuple[Tensor, list[str]] | None,
     settings: TrainSettings,
 ) -> Fitted:
-    """Return facts of columns; private bounds are those of the training `rows`."""
+    """Return facts of columns; private bounds and counts are those of the training `rows`."""
     encoder = Encoder.of(cells, given)
     scale = settings.feature_scale
     if scale is not None:
@@ -157,14 +166,19 @@ def _fitted(
     own_target = target is not None and target.kind == "number" and target.bounds is None
     if own_target:
         cells_ND = np.concatenate([cells_ND, y_N[rows, None]], axis=1)
-    if cells_ND.shape[1] == 0 or len(rows) == 0:
+    counted: dict[str, Any] = {}
+    if classes is not None:
+        counted = {"labels": classes[0].numpy()[rows], "classes": len(classes[1])}
+    if (cells_ND.shape[1] == 0 and not counted) or len(rows) == 0:
         return Fitted(encoder, target, ())
     samples = len(rows) if units is None else 1 + int(units.max())
-    found = private_bounds(cells_ND, _noise(settings, samples, encoder.unbounded), units=units)
+    noise = _noise(settings, samples, encoder.unbounded)
+    found = private_statistics(cells_ND, noise, units=units, **counted)
     if own_target:
         low, high = found.bounds[-1].tolist()
         target = Column("number", (low, high))
-    return Fitted(encoder.bounded(found.bounds[: len(encoder.unbounded)]), target, found.earlier)
+    weights = None if found.counts is None else balanced(found.counts, noise)
+    return Fitted(encoder.bounded(found.bounds[: len(encoder.unbounded)]), target, found.earlier, weights)
 
 
 def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> float:
@@ -179,23 +193,28 @@ def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> f
     return noise_for(settings.statistics_share, samples=samples, **budget)
 
 
-def _classes(labels: list[Any], target: Column | None, settings: TrainSettings) -> tuple[Tensor, Objective]:
-    """Return class numbers [N], and the objective; public names come from `target`."""
+def _classes(labels: list[Any], target: Column | None) -> tuple[Tensor, list[str]]:
+    """Return class numbers [N], and names of the classes; public names come from `target`."""
     names = list(target.names) if target is not None and target.names else []
     if names:
         number = {name: index for index, name in enumerate(names)}
         found = [number.get(cell_name(label), -1) for label in labels]
         if -1 in found:
             raise DataError("A label is none of the categories that --columns names: name all of them.")
-        y = torch.tensor(found)
-    else:
-        y, count = class_numbers(labels)
-        by_number = dict(zip(y.tolist(), labels, strict=True))
-        names = [cell_name(by_number[index]) for index in range(count)]
+        return torch.tensor(found), names
+    y, count = class_numbers(labels)
+    by_number = dict(zip(y.tolist(), labels, strict=True))
+    return y, [cell_name(by_number[index]) for index in range(count)]
+
+
+def _weighted(names: list[str], fitted: Fitted, settings: TrainSettings) -> Classes:
+    """Return the objective of the classes, with public weights or those of private counts."""
+    if settings.class_weights == BALANCED:
+        return Classes(len(names), fitted.weights)
     weights = parse_weights(settings.class_weights)
     if unknown := sorted(weights.keys() - set(names)):
         raise ConfigurationError(f"class_weights: the data have no label {', '.join(unknown)}.")
-    return y, Classes(len(names), tuple(weights.get(name, 1.0) for name in names) if weights else None)
+    return Classes(len(names), tuple(weights.get(name, 1.0) for name in names) if weights else None)
 
 
 def class_numbers(labels: Sequence[Any]) -> tuple[Tensor, int]:

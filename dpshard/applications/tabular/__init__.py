@@ -9,7 +9,7 @@ from dpshard.applications.tabular.columns import Column, parse_columns
 from dpshard.applications.tabular.encoding import Encoder
 from dpshard.applications.tabular.networks import make_network
 from dpshard.applications.tabular.objectives import Classes, Numbers, Objective
-from dpshard.applications.tabular.statistics import Statistics, noise_for, private_bounds
+from dpshard.applications.tabular.statistics import Statistics, balanced, noise_for, private_statistics
 
 __all__ = [
     "Classes",
@@ -18,8 +18,9 @@ __all__ = [
     "Numbers",
     "Objective",
     "Statistics",
+    "balanced",
     "make_network",
     "noise_for",
     "parse_columns",
-    "private_bounds",
+    "private_statistics",
 ]

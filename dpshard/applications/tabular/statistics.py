@@ -1,4 +1,4 @@
-"""Private location and spread of number columns.
+"""Private location and spread of number columns, and private counts of classes.
 
 [Note: A noisy bisection]
 The p-quantile t of a column is the root of f(t) = sum over rows of ([x <= t] - p). ROUNDS halvings find it, for all
@@ -11,7 +11,9 @@ distances from them.
 [Note: One Gaussian release]
 Each halving may depend on those before. Adaptive Gaussian mechanisms of noise multipliers sigma_r compose exactly to
 one of (sum of sigma_r^-2)^(-1/2): Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. So 2 ROUNDS halvings of sqrt(2 ROUNDS)
-sigma are accounted as one release of sigma about all samples. A missing sample is one that contributes zero: the
+sigma are accounted as one release of sigma about all samples. Counts of classes are one more: a sample adds 1 to one of
+them (a unit of several rows, shares that sum to 1), so the vector moves by at most 1. With both, each part has sqrt(2)
+times the noise. A missing sample is one that contributes zero: the
 neighbours of the engine.
 """
 
@@ -55,33 +57,55 @@ class Statistics:
     bounds: Values
     """[D, 2]."""
     earlier: Counts
-    """The release of them, for `PrivacyEngine(earlier=)`; empty without columns."""
+    """The release of them, for `PrivacyEngine(earlier=)`; empty without columns and classes."""
+    counts: Values | None = None
+    """Noisy samples of each class [K]; None if not asked for."""
 
 
-def private_bounds(
-    cells_ND: Values, noise_multiplier: float, *, units: NDArray[np.int64] | None = None, secret: bytes | None = None
+def private_statistics(
+    cells_ND: Values,
+    noise_multiplier: float,
+    *,
+    units: NDArray[np.int64] | None = None,
+    labels: NDArray[np.int64] | None = None,
+    classes: int = 0,
+    secret: bytes | None = None,
 ) -> Statistics:
-    """Return bounds [D, 2] of columns, and the one release that they cost.
+    """Return bounds [D, 2] of columns, counts of classes if there are `labels` [N], and the one release that they cost.
 
     `cells_ND` are float64, NaN where missing; `units` [N] are the number of each row's unit, from 0, or None if a row
-    is a unit. `secret` is for tests. See [Note: A noisy bisection].
+    is a unit. `secret` is for tests. See the notes.
     """
     rows, columns = cells_ND.shape
     units = np.arange(rows) if units is None else units
     count_U = np.bincount(units)
     if rows == 0 or (count_U == 0).any():
         raise ConfigurationError("units: number the units of the rows from 0, without gaps.")
-    if columns == 0:
+    parts = (columns > 0) + (labels is not None)
+    if parts == 0:
         return Statistics(np.empty((0, 2)), ())
-    weight_N = 1.0 / count_U[units]
+    weight_N, sigma = 1.0 / count_U[units], math.sqrt(parts) * noise_multiplier
     source = RandomSource(derive_key(new_run_secret() if secret is None else secret, "statistics"))
+    earlier = ((Release(noise_multiplier, 1.0, len(count_U)), 1),)
+    counts_K = None
+    if labels is not None:
+        counts_K = np.bincount(labels, weight_N, classes) + sigma * _normals(source, classes)
+    if columns == 0:
+        return Statistics(np.empty((0, 2)), earlier, counts_K)
     finite_ND = np.where(np.isfinite(cells_ND), cells_ND.clip(-LARGEST, LARGEST), np.nan)
-    middle_D = quantiles(finite_ND, weight_N, 0.5, -LARGEST, noise_multiplier, source)
-    spread_D = quantiles(np.abs(finite_ND - middle_D), weight_N, SPREAD, 0.0, noise_multiplier, source)
+    middle_D = quantiles(finite_ND, weight_N, 0.5, -LARGEST, sigma, source)
+    spread_D = quantiles(np.abs(finite_ND - middle_D), weight_N, SPREAD, 0.0, sigma, source)
     # A column of mostly one value has no spread: its other values stay apart from it by at least 1.
     half_D = np.where(spread_D > 3e-4 * np.abs(middle_D) + SMALLEST, WIDTH * spread_D, 1.0)
     bounds_D2 = np.stack([middle_D - half_D, middle_D + half_D], axis=1)
-    return Statistics(bounds_D2, ((Release(noise_multiplier, 1.0, len(count_U)), 1),))
+    return Statistics(bounds_D2, earlier, counts_K)
+
+
+def balanced(counts_K: Values, noise_multiplier: float) -> tuple[float, ...]:
+    """Return weights of classes, one over their shares; a count below its noise is taken for that."""
+    least = max(1.0, math.sqrt(2) * noise_multiplier)
+    shares_K = np.maximum(counts_K, least) / np.maximum(counts_K, least).sum()
+    return tuple((1 / shares_K).tolist())
 
 
 def quantiles(x_ND: Values, weight_N: Values, p: float, least: float, sigma: float, source: RandomSource) -> Values:
@@ -91,8 +115,7 @@ def quantiles(x_ND: Values, weight_N: Values, p: float, least: float, sigma: flo
     low_D, high_D = np.full(columns, _position(least)), np.full(columns, _position(LARGEST))
     for _ in range(ROUNDS):
         middle_D = (low_D + high_D) / 2
-        noise_D = np.concatenate([normals.copy() for normals in source.normals(columns, np.float64)])
-        below_D = excess(x_ND, weight_N, p, _value(middle_D)) + std * noise_D < 0
+        below_D = excess(x_ND, weight_N, p, _value(middle_D)) + std * _normals(source, columns) < 0
         low_D, high_D = np.where(below_D, middle_D, low_D), np.where(below_D, high_D, middle_D)
     return _value((low_D + high_D) / 2)
 
@@ -101,6 +124,10 @@ def excess(x_ND: Values, weight_N: Values, p: float, at_D: Values) -> Values:
     """Return f [D] at `at_D`, without noise; see [Note: A noisy bisection]."""
     with np.errstate(invalid="ignore"):
         return weight_N @ (x_ND <= at_D) - p * (weight_N @ ~np.isnan(x_ND))
+
+
+def _normals(source: RandomSource, n: int) -> Values:
+    return np.concatenate([normals.copy() for normals in source.normals(n, np.float64)])
 
 
 def _position(x: float) -> float:

@@ -105,6 +105,32 @@ def test_private_bounds_are_in_the_ledger_and_the_report(tmp_path, dpshard):
     assert alone < privacy["epsilon"] <= 2
     assert "1 releases about all samples before them" in privacy["statement"]
     assert "private bounds" in (tmp_path / "run" / "report.md").read_text()
+    known = f"--sample-size 42 --batch-size 21 --steps 4 --sigma {privacy['noise_multiplier']} --target-delta 1e-3"
+    answer = dpshard("account", *known.split(), "--earlier", release.noise_multiplier, "--json").stdout
+    assert json.loads(answer)["answers"][0]["epsilon"] == privacy["epsilon"]
+
+
+def test_balanced_weights_come_from_private_counts_in_the_budget(tmp_path, dpshard):
+    frame = patients(300)
+    frame["label"] = np.where(np.arange(300) % 10 == 0, "yes", "no")
+    source = written(tmp_path, frame, columns=COLUMNS | {"pressure": [0, 300]}) | {"class-weights": "balanced"}
+    run = [f"--{name}={value}" for name, value in source.items()]
+    size = "--steps 4 --batch-size 21 --target-epsilon 8 --target-delta 1e-3 --evaluations 1".split()
+    dpshard("train", *run, *size, "--out", tmp_path / "run")
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    fitted = Fitted.parse(json.loads((tmp_path / "run" / "columns.json").read_text()))
+    ((release, _),) = fitted.earlier
+    assert report["privacy"]["earlier"] == [[release.noise_multiplier, 1]]
+    assert compute_epsilon(fitted.earlier, 1e-3) == pytest.approx(2.4, rel=0.01)  # 0.3 of 8
+    # Classes are no, yes. Of 210 rows some 21 are yes, by noise of 1.1: five deviations are 6e-7.
+    assert 210 / (21 + 12 + 5 * release.noise_multiplier) < fitted.weights[1] < 60
+    assert fitted.weights[0] < 1.3
+
+
+def test_weights_of_numbers_are_refused(tmp_path):
+    source = written(tmp_path, patients().assign(label=3), columns=COLUMNS | {"label": [0, 5]})
+    with pytest.raises(ConfigurationError, match="class_weights are for classes"):
+        load(resolve(source | {"class_weights": "balanced"}))
 
 
 def test_a_resumed_run_keeps_its_private_bounds(tmp_path, dpshard, monkeypatch):
@@ -120,7 +146,7 @@ def test_a_resumed_run_keeps_its_private_bounds(tmp_path, dpshard, monkeypatch):
         )
         dpshard("train", *run, *size, "--out", folder, exit_code=130)
     before = (folder / "columns.json").read_text()
-    monkeypatch.setattr("dpshard.applications.cli.tables.private_bounds", None)  # no second release
+    monkeypatch.setattr("dpshard.applications.cli.tables.private_statistics", None)  # no second release
     dpshard("train", "--resume", folder)
     assert (folder / "columns.json").read_text() == before
     gone = shutil.copytree(folder, tmp_path / "gone")
