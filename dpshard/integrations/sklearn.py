@@ -171,6 +171,7 @@ class _PrivateEstimator(BaseEstimator):
             target_epsilon=self.target_epsilon,
             target_delta=delta,
             max_grad_norm=self.max_grad_norm,
+            clipping_fn=_clipping_of(self.objective_),
             rows_per_unit=K,
             earlier=earlier,
         )
@@ -198,6 +199,11 @@ class _PrivateEstimator(BaseEstimator):
         check_is_fitted(self, "epsilon_")
         with torch.no_grad():
             return self.model_(self.encoder_.encode(self._frame(X, reset=False)))
+
+
+def _clipping_of(objective: Objective) -> Literal["automatic", "abadi"]:
+    """Return "abadi" for weighted classes: see [Note: Weights and clipping] in objectives.py."""
+    return "abadi" if isinstance(objective, Classes) and objective.weights is not None else "automatic"
 
 
 LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}

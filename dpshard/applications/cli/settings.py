@@ -270,7 +270,9 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     given = _overlay(layers)
     if given.get("data") is not None:
         given.setdefault("task", "data")
-    merged = _overlay([RECIPES.get(str(given.get("task")), {}), PRESETS.get(str(given.get("recipe")), {}), given])
+    recipe, preset = RECIPES.get(str(given.get("task")), {}), PRESETS.get(str(given.get("recipe")), {})
+    weighted = {} if given.get("class_weights") is None else WEIGHTED
+    merged = _overlay([recipe, preset, weighted, given])
     return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
 
 
@@ -380,6 +382,9 @@ RECIPES: dict[str, dict[str, Any]] = {
     "data": {"batch_size": None, "epochs": None, "optimizer": "auto", "learning_rate": None},
 }
 """Defaults of tasks except digits, tuned only on validation splits. None: see fitting.py."""
+
+WEIGHTED = {"clipping_fn": "abadi"}
+"""Of --class-weights; see [Note: Weights and clipping] in tabular/objectives.py."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dp-bert": {

@@ -121,6 +121,7 @@ def test_balanced_weights_come_from_private_counts_in_the_budget(tmp_path, dpsha
     fitted = Fitted.parse(json.loads((tmp_path / "run" / "columns.json").read_text()))
     ((release, _),) = fitted.earlier
     assert report["privacy"]["earlier"] == [[release.noise_multiplier, 1]]
+    assert report["privacy"]["clipping_fn"] == "abadi"  # automatic clipping would lose the weights
     assert compute_epsilon(fitted.earlier, 1e-3) == pytest.approx(2.4, rel=0.01)  # 0.3 of 8
     # Classes are no, yes. Of 210 rows some 21 are yes, by noise of 1.1: five deviations are 6e-7.
     assert 210 / (21 + 12 + 5 * release.noise_multiplier) < fitted.weights[1] < 60
