@@ -14,7 +14,7 @@ import typer
 from dpshard.accounting import MechanismOfUnits, Release, SampledMechanism, Search
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
-from dpshard.applications.cli.account_figures import ACCOUNTANTS, Plan, draw, show, work_out
+from dpshard.applications.cli.account_figures import ACCOUNTANTS, Answer, Plan, draw, show, work_out
 from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.settings import parse_phases
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
@@ -111,8 +111,6 @@ def command(
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
-    if earlier and length is None:
-        raise ConfigurationError("--earlier is for a run of known length: give --steps, --epochs or --phases.")
     schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases, sampling)
     run = _run(
         max_rows_per_unit,
@@ -121,7 +119,7 @@ def command(
         noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
         max_batch_size=max_batch_size,
         discretized_elements=_grid_elements(noise, elements),
-        earlier=tuple((Release(sigma, 1.0, sample_size), 1) for sigma in earlier or ()),
+        earlier=_earlier(earlier or [], sample_size, of_known_length=length is not None),
     )
     budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     told = sampling, correlation, bands, correlation_momentum
@@ -131,17 +129,26 @@ def command(
         **budget,
         search=_search(search_runs, search_distribution, search_also or [], run),
     )
-    # The table says what the warning about gdp says.
-    chosen = accountant or _able(plan)
-    warnings.filterwarnings("ignore", message="accountant='gdp'")
     with console.err.status("computing ..."):
-        answers = [work_out(plan, cast(AccountantName, name)) for name in chosen]
+        answers = _answers(plan, accountant)
         if plot is not None:
             draw(plan, answers, plot)
     if as_json:
         typer.echo(to_json({"asked": plan.unknown, "plan": plan.known(), "answers": list(map(asdict, answers))}, 2))
     else:
         show(plan, answers)
+
+
+def _answers(plan: Plan, accountants: Sequence[str] | None) -> list[Answer]:
+    # The table says what the warning about gdp says.
+    warnings.filterwarnings("ignore", message="accountant='gdp'")
+    return [work_out(plan, cast(AccountantName, name)) for name in accountants or _able(plan)]
+
+
+def _earlier(sigmas: Sequence[float], sample_size: int, *, of_known_length: bool) -> Counts:
+    if sigmas and not of_known_length:
+        raise ConfigurationError("--earlier is for a run of known length: give --steps, --epochs or --phases.")
+    return tuple((Release(sigma, 1.0, sample_size), 1) for sigma in sigmas)
 
 
 def _run(max_rows_per_unit: int | None, **facts: Any) -> SampledMechanism:

@@ -1,4 +1,4 @@
-"""Formats of figures, for users and JSON."""
+"""Formats of figures and of options, for users, YAML and JSON."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import yaml
+
+from dpshard.errors import ConfigurationError
+
+BALANCED = "balanced"
+"""Of --class-weights: weights by private counts."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -31,3 +36,15 @@ Names.yaml_implicit_resolvers = {
     first: [(tag, words) for tag, words in found if first in "tTfF" or tag != "tag:yaml.org,2002:bool"]
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
+
+
+def parse_weights(text: str | None) -> dict[str, float]:
+    """Parse "yes=5,no=1" as {"yes": 5.0, "no": 1.0}; "balanced" names no weight."""
+    try:
+        pairs = [] if text in (None, BALANCED) else [pair.rsplit("=", 1) for pair in text.split(",")]
+        weights = {name.strip(): float(weight) for name, weight in pairs}
+    except ValueError:
+        weights = {"": math.nan}
+    if not all(0 < weight < math.inf for weight in weights.values()):
+        raise ConfigurationError(f"class_weights={text!r}: write LABEL=WEIGHT,..., with finite weights above 0.")
+    return weights

@@ -13,13 +13,11 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from dpshard.applications import user_code
-from dpshard.applications.cli.formats import Names
+from dpshard.applications.cli.formats import Names, parse_weights
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
-BALANCED = "balanced"
-"""Of --class-weights: weights by private counts."""
 
 MODELS = ("auto", "mlp", "linear", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 
@@ -297,18 +295,6 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
         return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
     except ValueError as error:
         raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error
-
-
-def parse_weights(text: str | None) -> dict[str, float]:
-    """Parse "yes=5,no=1" as {"yes": 5.0, "no": 1.0}; "balanced" names no weight."""
-    try:
-        pairs = [] if text in (None, BALANCED) else [pair.rsplit("=", 1) for pair in text.split(",")]
-        weights = {name.strip(): float(weight) for name, weight in pairs}
-    except ValueError:
-        weights = {"": math.nan}
-    if not all(0 < weight < math.inf for weight in weights.values()):
-        raise ConfigurationError(f"class_weights={text!r}: write LABEL=WEIGHT,..., with finite weights above 0.")
-    return weights
 
 
 def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
