@@ -327,6 +327,7 @@ def test_rows_that_are_no_whole_units_are_refused():
         TensorDataset(torch.zeros(M)),
         [{"ids": torch.zeros(3, 4), "y": 1}] * M,
         [(torch.zeros(3, 4), [1, 2])] * M,
+        [(torch.zeros(rows, 4).long(), torch.zeros(rows).long()) for rows in (3, 3, 2, 3)],
     ],
 )
 def test_items_that_are_no_units_are_refused(dataset):
@@ -557,7 +558,7 @@ def test_ids_that_do_not_match_are_refused(rows, ids, message):
 
 def test_an_engine_of_other_rows_refuses_a_unit_dataset():
     units = UnitDataset(TensorDataset(*sentences(len(IDS))), IDS, rows_per_unit=2)
-    with pytest.raises(DataError, match="a unit of 2 rows"):
+    with pytest.raises(DataError, match="units of up to 2 rows, and the engine rows_per_unit="):
         clipped_sum(Network, weighted, units, rows_per_unit=5)
 
 
@@ -777,5 +778,5 @@ def test_a_sample_is_clipped_once_with_all_of_its_augmentations():
 def test_augmentations_are_counted():
     with pytest.raises(ConfigurationError, match="rows_per_unit"):
         augment([1], jittered, 0)
-    with pytest.raises(DataError, match="a unit of 2 rows"):
+    with pytest.raises(DataError, match="units of up to 2 rows, and the engine rows_per_unit="):
         clipped_sum(Network, loop_in(2), augment(TensorDataset(*sentences(4)), tuple, 2), rows_per_unit=3)

@@ -201,7 +201,10 @@ def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
     """Return the K rows of an item: of its tensors, arrays, and lists of numbers or strings."""
     if isinstance(unit, UnitRows):
         if len(unit.rows) != rows_per_unit:
-            raise not_units(f"a unit of {len(unit.rows)} rows", rows_per_unit)
+            raise DataError(
+                f"The data set has units of up to {len(unit.rows)} rows, and the engine rows_per_unit={rows_per_unit}: "
+                f"give both the same rows_per_unit."
+            )
         return unit.rows
     return [_row(unit, j, rows_per_unit) for j in range(rows_per_unit)]
 

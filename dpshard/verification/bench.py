@@ -16,6 +16,7 @@ from dpshard.interception import AS_DRAWN, Draws, IsolatedForward, PackedRun, Re
 from dpshard.verification.kept import tensors_kept
 from dpshard.verification.objectives import Loss, without_graph
 from dpshard.verification.tolerances import Precision
+from dpshard.verification.verdict import Verdict
 
 
 def is_compared(x: Any) -> bool:
@@ -48,6 +49,7 @@ class Bench:
     """Samples for the comparison of gradients."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
+    verdict: Verdict = field(default_factory=Verdict)
     kept: Sequence[str] = ()
     """Paths of kept tensors with rows of samples; see [Note: Kept tensors]."""
 
@@ -67,7 +69,7 @@ class Bench:
         else:
             self.state.rewind_generators(self.draws)
         try:
-            with self.precision:
+            with self.verdict.forward(), self.precision:
                 return gathered(self.state.run_plain(run, list(samples), self.draws))
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):

@@ -204,7 +204,8 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
         found = Found()
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)  # others are masked as padding is
-        output = bench.replay.recorded(run, WHOLE, tape, bench.state, bench.draws)
+        with bench.verdict.forward():
+            output = bench.replay.recorded(run, WHOLE, tape, bench.state, bench.draws)
         differentiate(objective(output, WHOLE), twin.differentiated())
         del output
         singles = [sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]

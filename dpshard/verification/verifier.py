@@ -35,6 +35,7 @@ from dpshard.verification.memory import check_memory, others_of
 from dpshard.verification.objectives import Loss, objectives
 from dpshard.verification.packed import check_packed, pick_units, shuffled
 from dpshard.verification.samples import SAMPLES, has_numbers, pick
+from dpshard.verification.verdict import Verdict
 from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
@@ -179,8 +180,10 @@ class Verifier:
             return
         sharding = self._sharding
         chosen = pick_units(run, int(random.integers(run.rows)), SAMPLES if thorough else 2)
-        with sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            bench = Bench(replay, state, run, loss, self._mean, chosen, AS_DRAWN if thorough else Draws.fresh(random))
+        together = replay.parameters.unshards(run.module)
+        verdict, draws = Verdict(self._ranks if together else None), AS_DRAWN if thorough else Draws.fresh(random)
+        with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+            bench = Bench(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
             double = functools.partial(self._packed_in_double, bench)
             check_packed(bench, sharding, self._clipper, random, double, thorough=thorough)
             bench.draws = AS_DRAWN

@@ -5,8 +5,8 @@ Usage: torchrun --nproc_per_node=2 packed_worker.py CASE...
 A case is KIND[+OPTION...]. KIND: ddp, fsdp2, hsdp (replicated, shards of one rank), or zero1, zero2, zero3 (DeepSpeed).
 Options: a clipping style; a clipping mode; automatic (clipping); checkpoint, compile (every block); workers (of the
 loader); uneven (documents that fill more micro-batches on one rank); across (attention that looks across, for which
-the report is the name of the error); own: a loop that packs its own rows, of one document, then of several, on other
-ranks at other times; it has two micro-batches.
+the report is the name of the error), across-there (on rank 1 only); own: a loop that packs its own rows, of one
+document, then of several, on other ranks at other times; it has two micro-batches.
 """
 
 import sys
@@ -44,7 +44,8 @@ def report(case: str) -> float | str:
     groups = groups_of(plain, settings["clipping_style"])
     R, update = expected(plain, docs, groups=groups, clipping_fn=settings["clipping_fn"])
     settings |= {"batch_size": len(docs), "sample_size": len(docs), "max_grad_norm": R}
-    model = Blocks(segments="across" not in options, checkpoints="checkpoint" in options)
+    across = "across" in options or ("across-there" in options and dist.get_rank() == 1)
+    model = Blocks(segments=not across, checkpoints="checkpoint" in options)
     try:
         run = of_deepspeed if kind.startswith("zero") else of_torch
         return relative_error(run(kind, options, model, docs, settings), update)

@@ -10,7 +10,7 @@ QUICK = (
     *("ddp+uneven", "fsdp2+uneven", "ddp+own", "fsdp2+own"),
     *("ddp+block-wise+ghost", "fsdp2+layer-wise+checkpoint", "hsdp+block-wise+compile", "fsdp2+automatic+workers"),
     *("zero1+layer-wise+workers", "zero2+block-wise+automatic", "zero3+checkpoint"),
-    *("ddp+across", "fsdp2+across"),
+    *("ddp+across", "fsdp2+across", "fsdp2+across-there"),
 )
 STYLES = ("all-layer", "block-wise", "layer-wise")
 MODES = ("auto", "ghost", "per-example")
@@ -42,10 +42,10 @@ found_by_deepspeed = shared("packed_worker.py", DEEPSPEED, lambda case: (2, case
 
 @pytest.mark.parametrize("case", TORCH)
 def test_packed_rows_are_exact_on_two_ranks(case):
-    """All ranks refuse attention that looks across."""
+    """All ranks refuse attention that looks across, if only the rows of one show it where they verify together."""
     ranks = found(case)
     assert len(ranks) == 2
-    if case.endswith("across"):
+    if "across" in case:
         assert ranks == ["VerificationError"] * 2
     else:
         assert max(ranks) <= TOLERANCE

@@ -1,0 +1,54 @@
+"""What ranks tell each other while they verify packed rows together.
+
+Where forwards gather parameters, every rank takes part in each forward of all others. If the rows of one rank show a
+fault, it must not leave the others waiting. So ranks say before each forward, and at the end, that all is well so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from dpshard.backends.communicator import Communicator
+from dpshard.errors import VerificationError
+
+
+class Verdict:
+    """Whether a verification goes on; `ranks` is None if this rank verifies by itself."""
+
+    def __init__(self, ranks: Communicator | None = None) -> None:
+        self._ranks = ranks
+        self._over = False
+        self._in_forward = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Raise VerificationError on all ranks if a comparison fails on one of them."""
+        try:
+            yield
+            self._tell(failed=False)
+        except Exception:
+            # Within a forward, the others wait for its gathers, not for a verdict.
+            if not (self._over or self._in_forward):
+                self._tell(failed=True)
+            raise
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Run a forward in the block if no rank has failed so far."""
+        self._tell(failed=False)
+        self._in_forward = True
+        yield
+        self._in_forward = False
+
+    def _tell(self, *, failed: bool) -> None:
+        if self._ranks is None:
+            return
+        others = self._ranks.all_gather(torch.tensor([int(failed)], device="cpu"))
+        if not failed and bool(others.any()):
+            self._over = True
+            raise VerificationError(
+                "Verification failed on another rank, whose message says why: the rows of this rank do not show it."
+            )
