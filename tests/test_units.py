@@ -327,7 +327,7 @@ def test_rows_that_are_no_whole_units_are_refused():
         TensorDataset(torch.zeros(M)),
         [{"ids": torch.zeros(3, 4), "y": 1}] * M,
         [(torch.zeros(3, 4), [1, 2])] * M,
-        [(torch.zeros(rows, 4).long(), torch.zeros(rows).long()) for rows in (3, 3, 2, 3)],
+        [tuple(x[3 * i :][:rows] for x in sentences(12)) for i, rows in enumerate((3, 3, 2, 3))],
     ],
 )
 def test_items_that_are_no_units_are_refused(dataset):
