@@ -532,6 +532,13 @@ def test_accountants_alone_have_the_figures_of_the_ledger():
             accountants.GaussianAccountant().load_state_dict(accountant.state_dict())
 
 
+@pytest.mark.parametrize("name", ["rdp", "prv", "gdp"])
+def test_accountants_by_name(name):
+    assert accountants.create_accountant(name).mechanism() == name
+    with pytest.raises(ConfigurationError, match="mechanism"):
+        accountants.create_accountant("pld")
+
+
 @pytest.mark.parametrize("name", ["rdp", "prv"])
 def test_the_noise_for_a_budget_keeps_it(name):
     settings = {"target_epsilon": 1.0, "target_delta": 1e-5, "sample_rate": 0.01, "accountant": name}

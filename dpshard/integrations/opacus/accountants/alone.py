@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from dpshard.accounting import Release, epsilon_of
-from dpshard.config import AccountantName
+from dpshard.config import AccountantName, check_choice
 from dpshard.errors import ConfigurationError
 
 
@@ -74,3 +74,10 @@ class GaussianAccountant(IAccountant):
     """Central limit of Gaussian differential privacy: NOT a bound, often below the true epsilon."""
 
     method = "gdp"
+
+
+def create_accountant(mechanism: str) -> IAccountant:
+    """Return a new accountant by Opacus's name of it; raise ConfigurationError for another name."""
+    kinds = {kind.mechanism(): kind for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)}
+    check_choice("mechanism", mechanism, tuple(kinds))
+    return kinds[mechanism]()
