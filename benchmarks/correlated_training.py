@@ -73,7 +73,7 @@ def pydoc() -> Task:
     pieces = pieces[torch.randperm(len(pieces), generator=torch.Generator().manual_seed(0))]
     x, y = pieces[:, :-1].contiguous(), pieces[:, 1:].contiguous()
     return _task(
-        x, y, sizes=(8192, 2000), batch_size=128, rates=(0.15, 0.4, 1.0), build=ByteModel, best=min,
+        x, y, sizes=(8192, 2000), batch_size=128, rates=(0.05, 0.15, 0.4, 1.0), build=ByteModel, best=min,
         score=lambda logits_BTV, y_BT: F.cross_entropy(logits_BTV.mT, y_BT),
     )  # fmt: skip
 
@@ -92,7 +92,7 @@ def digits() -> Task:
         return model
 
     return _task(
-        x, y, sizes=(1200, 237), batch_size=32, rates=(0.05, 0.2, 0.8), build=build, best=max,
+        x, y, sizes=(1200, 237), batch_size=32, rates=(0.05, 0.2, 0.8, 2.0), build=build, best=max,
         score=lambda logits_BC, y_B: (logits_BC.argmax(1) == y_B).float().mean(),
     )  # fmt: skip
 
@@ -117,7 +117,7 @@ def runs(*, tiny: bool) -> int:
 
 
 def _tried(*, tiny: bool) -> int:
-    return 1 if tiny else 3
+    return 1 if tiny else 4
 
 
 def compare(on_run: Callable[[str], object], *, tiny: bool = False) -> Iterator[dict[str, Any]]:

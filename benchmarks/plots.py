@@ -22,6 +22,8 @@ def draw(folder: Path) -> list[Path]:
             pictures["workloads"] = _workloads(workloads)
         pictures |= {result["name"]: _sweep(result) for result in results_files.read(folder, "sweep")}
         pictures |= {result["name"]: _zero(result) for result in results_files.read(folder, "zero")}
+        for result in results_files.read(folder, "correlated-training"):
+            pictures[result["name"]] = _correlated_training(result)
         return [plots.save(figure, folder / f"{name}.png") for name, figure in pictures.items()]
 
 
@@ -86,5 +88,24 @@ def _zero(result: Figures) -> Any:
         ax.set_xticks(range(len(stages)), stages)
         ax.axhline(1, color="0.3", linewidth=1)
         ax.set_title(f"{title} of private over ordinary training")
+    ax.legend()
+    return figure
+
+
+def _correlated_training(result: Figures) -> Any:
+    """Draw the scores of each task over epsilon and epochs, a point with its deviation per mechanism."""
+    tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
+    mechanisms = list(dict.fromkeys(row["mechanism"] for row in result["rows"]))
+    figure = plots.new_figure(figsize=(10, 4))
+    for ax, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+        rows = [row for row in result["rows"] if row["task"] == task]
+        places = {place: at for at, place in enumerate(dict.fromkeys((r["epsilon"], r["epochs"]) for r in rows))}
+        for i, mechanism in enumerate(mechanisms):
+            own = [row for row in rows if row["mechanism"] == mechanism]
+            x = [places[row["epsilon"], row["epochs"]] + 0.18 * (i - 1) for row in own]
+            score, deviation = ([row[what] for row in own] for what in ("mean", "deviation"))
+            ax.errorbar(x, score, yerr=deviation, fmt="o", capsize=3, color=plots.COLOURS[i], label=mechanism)
+        ax.set_xticks(list(places.values()), [f"ε = {e:g}\n{n} epoch{'s' * (n > 1)}" for e, n in places])
+        ax.set_title("pydoc: loss, nats a byte" if task == "pydoc" else f"{task}: accuracy")
     ax.legend()
     return figure
