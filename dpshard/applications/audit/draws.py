@@ -19,7 +19,8 @@ def participation_findings(drawn: list[NDArray[np.bool_]], mechanism: SampledMec
     if mechanism.sampling == "fixed-order":
         return _order_findings(drawn, samples // size)
     if mechanism.sampling == "balls-in-bins":
-        return _allocation_findings(drawn, steps_of_epoch(samples, size))
+        one_draw = mechanism.noise_correlation is not None
+        return _allocation_findings(drawn, steps_of_epoch(samples, size), one_draw=one_draw)
     if mechanism.sampling == "poisson" or mechanism.noise_correlation is None:
         return draw_findings(drawn, size / samples)
     groups = mechanism.noise_correlation.bands
@@ -42,13 +43,16 @@ def _order_findings(drawn: list[NDArray[np.bool_]], apart: int) -> list[Finding]
     ]
 
 
-def _allocation_findings(drawn: list[NDArray[np.bool_]], epoch: int) -> list[Finding]:
-    """Test that each sample is in one step of each epoch, independent and uniform."""
+def _allocation_findings(drawn: list[NDArray[np.bool_]], epoch: int, *, one_draw: bool) -> list[Finding]:
+    """Test that each sample is in one uniform step of each epoch: the same one if `one_draw`, else independent ones."""
     epochs = [d[: len(d) // epoch * epoch].reshape(-1, epoch, d.shape[1]) for d in drawn]
     found = [_sure("a sample is not in exactly one step of an epoch", all((e.sum(1) == 1).all() for e in epochs))]
     if epoch == 1:
         return found
     places = [e.argmax(1) for e in epochs]
+    if one_draw:
+        found.append(_sure("a sample changes its step of the epoch", all((p == p[:1]).all() for p in places)))
+        places = [p[:1] for p in places]
     every = np.concatenate(places)
     for place in range(epoch):
         p = _count("", every == place, 1 / epoch).log_p + math.log(epoch)

@@ -231,13 +231,15 @@ def by_coins(q: float) -> Chances:
     return lambda ratio_NT: np.logaddexp(math.log1p(-q), math.log(q) + ratio_NT).sum(1)
 
 
-def by_allocation(epoch: int) -> Chances:
-    """Return the ratios of a canary that is in one random step of each `epoch` steps."""
+def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
+    """Return the ratios of a canary that is in one random step of each `epoch` steps; in the same if `one_draw`."""
 
     def of_trials(ratio_NT: NDArray[np.float64]) -> NDArray[np.float64]:
         missing = -ratio_NT.shape[1] % epoch  # steps after the end of the trial, which tell nothing
-        whole_NT = np.pad(ratio_NT, ((0, 0), (0, missing)))
-        return (np.logaddexp.reduce(whole_NT.reshape(len(ratio_NT), -1, epoch), axis=2) - math.log(epoch)).sum(1)
+        draws = np.pad(ratio_NT, ((0, 0), (0, missing))).reshape(len(ratio_NT), -1, epoch)
+        if one_draw:
+            draws = draws.sum(1, keepdims=True)
+        return (np.logaddexp.reduce(draws, axis=2) - math.log(epoch)).sum(1)
 
     return of_trials
 

@@ -87,7 +87,7 @@ def _chances(mechanism: Mechanism) -> Chances:
     if mechanism.sampling == "fixed-order":
         return by_coins(1.0)
     if mechanism.sampling == "balls-in-bins":
-        return by_allocation(steps_of_epoch(samples, size))
+        return by_allocation(steps_of_epoch(samples, size), one_draw=mechanism.noise_correlation is not None)
     return by_coins(min(1.0, size / samples * _groups(mechanism)))
 
 

@@ -370,3 +370,9 @@ def keep_the_bins(monkeypatch):
     """Every epoch has the samples in the same bins."""
     draw = AllocationSampler.draw
     monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: draw(self, step % self.epoch_steps))
+
+
+def change_the_bins(monkeypatch):
+    """Every epoch draws the steps of samples anew, as without correlation."""
+    draw = AllocationSampler.draw
+    monkeypatch.setattr(AllocationSampler, "draw", lambda self, step: draw(replace(self, one_draw=False), step))

@@ -97,7 +97,8 @@ SOUND = [
 
 CORRELATED = {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)}
 IN_GROUPS = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=5)}
-JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}]
+IN_BINS = {"sampling": "balls-in-bins", "noise_correlation": BandedInverse(bands=3)}
+JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}, IN_BINS]
 
 
 @pytest.mark.parametrize(
@@ -110,6 +111,7 @@ JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}]
         pytest.param("redraw_under_another_key", IN_GROUPS, marks=pytest.mark.exhaustive),
         ("draw_from_all_groups", IN_GROUPS),
         ("keep_the_bins", {"sampling": "balls-in-bins"}),
+        ("change_the_bins", IN_BINS),
     ],
 )
 def test_a_fault_of_correlated_noise_or_of_its_sampling_is_found(monkeypatch, name, options):
@@ -120,7 +122,7 @@ def test_a_fault_of_correlated_noise_or_of_its_sampling_is_found(monkeypatch, na
 @pytest.mark.parametrize(
     "options",
     [*SOUND, *JOINED],
-    ids=["default", "secure", "global", "adaptive", "discrete", "correlated", "groups", "bins"],
+    ids=["default", "secure", "global", "adaptive", "discrete", "correlated", "groups", "bins", "correlated-bins"],
 )
 def test_a_sound_engine_passes(options):
     model, x, y, loss = classifier()
