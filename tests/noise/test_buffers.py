@@ -5,6 +5,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from scipy.linalg import toeplitz
 
 from dpshard.noise import buffers as buffers_module
 from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
@@ -61,6 +62,16 @@ def test_the_noise_is_that_of_vectors_drawn_again(dtype, rounding, secure):
 
     for step, noise in enumerate(run(fresh(), secure=secure, of=of)):
         assert torch.allclose(noise, drawn_again(step, secure=secure, of=of), rtol=0, atol=rounding)
+
+
+def test_noise_drawn_by_the_element_as_on_gpus_is_that_of_the_matrix(monkeypatch):
+    """Not against vectors drawn again: their weights are float32 there."""
+    monkeypatch.setattr(KeyedGaussian, "_draws_on_cpu", lambda self, device: False)
+    z = torch.stack([released(KeyedGaussian(link), step) for step, link in enumerate(LINKS)])
+    W = torch.from_numpy(np.tril(toeplitz(CORRELATION.noising(STEPS))))
+    noises = torch.stack(run(fresh(), std=2.0, divisor=5.0))
+    assert torch.allclose(noises, W @ z * 2 / 5, rtol=0, atol=1e-14)
+    assert torch.equal(run(fresh(), [7], std=2.0, divisor=5.0)[0], noises[7])
 
 
 def test_a_release_is_the_sum_with_the_noise_over_the_divisor():
