@@ -113,7 +113,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "float8": (_quantized, "float8"),
     "packed without masks": (_set("privacy.documents_per_row", 2), "documents_per_row=2 needs attention"),
     "packed in parts": (_packed_in_parts, "documents_per_row=2 does not go with tensor_parallel_degree"),
-    "tied in parts": (_tied_in_parts, "tensor_parallel_degree > 1 is exact for Llama 3 and Qwen 3 with a head"),
+    "tied in parts": (_tied_in_parts, "tensor_parallel_degree > 1 is verified for Llama 3 and Qwen 3 with a head"),
     "no document": (_set("privacy.documents_per_row", 0), "documents_per_row=0 must be"),
     "chunked loss": (_chunked, "the loss must be CrossEntropyLoss"),
     "stream": (_streamed, "the dataloader must be Documents.Config"),
