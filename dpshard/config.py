@@ -65,8 +65,9 @@ class BatchSchedule:
     ) -> BatchSchedule:
         """Return the schedule for the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
 
-        With "balls-in-bins" it means round(epochs * steps_of_epoch(sample_size, batch_size)). If batch sizes vary,
-        `epochs` adds steps until the expected number of drawn samples is reached.
+        With "balls-in-bins" it means round(epochs * steps_of_epoch(sample_size, batch_size)). With "fixed-order" an
+        epoch has sample_size // batch_size steps, so that no sample is charged more than once an epoch. If batch sizes
+        vary, `epochs` adds steps until the expected number of drawn samples is reached.
         Raises ConfigurationError for empty runs, and for batches larger than the data set.
         """
         if isinstance(sample_size, bool) or not isinstance(sample_size, int):
@@ -93,6 +94,8 @@ class BatchSchedule:
                 per_epoch = sample_size / batch_size
                 if sampling == "balls-in-bins":
                     per_epoch = steps_of_epoch(sample_size, batch_size)
+                elif sampling == "fixed-order":
+                    per_epoch = sample_size // batch_size
                 epochs, steps = None, max(1, round(epochs * per_epoch))
             size_of = batch_size if callable(batch_size) else lambda _step: batch_size
             sizes = _sizes(size_of, sample_size, epochs, steps)

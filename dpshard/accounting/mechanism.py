@@ -264,8 +264,8 @@ def _check_groups(mechanism: SampledMechanism) -> None:
     correlation, samples, sizes = mechanism.noise_correlation, mechanism.sample_size, mechanism.schedule.sizes
     if not isinstance(correlation, BandMF):
         raise ConfigurationError(
-            f"sampling='cyclic-poisson' needs BandMF(bands=...): its columns end after their bands. Those of "
-            f"{correlation!r} never end. Take BandMF, or sampling='fixed-order'."
+            f"sampling='cyclic-poisson' needs BandMF(bands=...), whose columns end after their bands, but "
+            f"noise_correlation={correlation!r}. Take BandMF, or sampling='fixed-order'."
         )
     if sizes and correlation.bands * sizes[0] > samples:
         raise ConfigurationError(

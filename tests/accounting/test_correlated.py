@@ -152,6 +152,17 @@ def test_every_order_keeps_the_separation(samples, batch):
             assert all(b - a >= least for a, b in itertools.pairwise(at))
 
 
+@pytest.mark.parametrize(("samples", "batch", "epochs"), [(53, 10, 1), (59, 10, 3), (50, 10, 2), (7, 3, 4)])
+def test_epochs_of_a_fixed_order_are_charged_once_each(samples, batch, epochs):
+    """Rounded up, the last steps would hold some samples once more, and the sensitivity would count it for all."""
+    schedule = BatchSchedule.parse(batch, sample_size=samples, epochs=epochs, sampling="fixed-order")
+    assert schedule.steps == epochs * (samples // batch)
+    run = SampledMechanism(schedule=schedule, sample_size=samples, sampling="fixed-order", noise_multiplier=1.0)
+    assert run.sensitivity == pytest.approx(math.sqrt(epochs))
+    rounds = np.arange(schedule.steps * batch) % samples
+    assert np.bincount(rounds).max() <= epochs
+
+
 def test_cyclic_sampling_composes_the_turns_of_a_group():
     length = {"sample_size": 1000, "batch_size": 50, "steps": 17}
     run = run_of(BandMF(bands=5), "cyclic-poisson", **length, noise_multiplier=1.5)

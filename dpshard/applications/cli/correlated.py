@@ -126,6 +126,8 @@ def in_words(run: SampledMechanism, ratio: float) -> str:
     if run.noise_correlation is not None:
         what = f"Correlation: {run.noise_correlation!r}. "
         hint = f" (Correlation pays for a large ε and few epochs; here {sampled / run.sample_size:.3g}.)"
+    if run.sampling == "fixed-order":
+        hint += " (If the data are read by index, compare --sampling balls-in-bins, which often has less noise.)"
     if run.sampling != "balls-in-bins" or run.noise_correlation is not None:
         moved = rounded_up(replace(run, noise_multiplier=1.0).sensitivity)
         what += (
