@@ -67,8 +67,11 @@ class SampledMechanism:
     @property
     def correlation(self) -> BandedInverse | BandMF:
         """Correlation of the noise with the coefficients that it has in this run."""
-        # One turn of a group is a release of its own in cyclic sampling.
-        separation = self.sample_size // self.schedule[0] if self.sampling == "fixed-order" else self._steps
+        separation = self._steps  # in cyclic sampling, one turn of a group is a release of its own
+        if self.sampling == "fixed-order":
+            separation = self.sample_size // self.schedule[0]
+        elif self.sampling == "balls-in-bins":
+            separation = steps_of_epoch(self.sample_size, self.schedule[0])  # on average
         return explicit(self.noise_correlation or INDEPENDENT, self._steps, separation)
 
     @property

@@ -12,7 +12,7 @@ from dpshard.accounting import Release, SampledMechanism, calibrate, compute_eps
 from dpshard.accounting.mechanism import independent_error
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import BandedInverse, BandMF, inverse
+from dpshard.noise.correlation import BandedInverse, BandMF, explicit, inverse
 from dpshard.noise.workloads import Workload
 from tests.accounting.ledgers import delta_of_gaussian
 
@@ -137,6 +137,17 @@ def test_the_first_steps_of_a_fixed_order_cost_what_they_move():
     assert run.releases(17) == run.releases() == run.releases(99)
     noise = 0.7 * run.sensitivity  # of z, over max_grad_norm
     assert epsilons[0] == pytest.approx(compute_epsilon(((Release(noise, 1.0, 50), 1),), 1e-6))
+
+
+@pytest.mark.parametrize(
+    ("sampling", "separation"), [("fixed-order", 10), ("balls-in-bins", 11), ("cyclic-poisson", 40)]
+)
+def test_weights_are_optimised_for_the_participations_of_the_sampling(sampling, separation):
+    """1,090 samples in batches of 100: at least 10 steps apart, or 11 on average, or once in a turn."""
+    correlation = BandMF(bands=4, workload=Workload(momentum=0.9))
+    run = run_of(correlation, sampling, sample_size=1090, batch_size=100, steps=40, noise_multiplier=1.0)
+    assert run.correlation == explicit(correlation, 40, separation)
+    assert run.error > 0
 
 
 @pytest.mark.parametrize(("samples", "batch"), [(53, 10), (50, 10), (59, 10), (10, 10), (7, 3)])
