@@ -136,7 +136,7 @@ def _frame(rows: Mapping[str, Row]) -> DataFrame:
 
 def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> DataFrame:
     try:
-        with path.open(encoding="utf-8", newline="") as file:
+        with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
             rows = {f"line {number}": row for number, row in parse(file)}
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise DataError(f"{path} cannot be read: {_why(error)}") from None

@@ -76,6 +76,9 @@ def _column(facts: Mapping[str, Any]) -> Column:
     return Column(facts["kind"], None if bounds is None else (bounds[0], bounds[1]), tuple(facts["names"]))
 
 
+MANY_CLASSES = 20
+"""Classes above which more than one for each two rows are refused, unless --columns names them."""
+
 Agree = Callable[[Callable[[], Fitted]], Fitted]
 """Returns what the function makes, or what the run has already; see [Note: Bounds of a run]."""
 
@@ -92,15 +95,16 @@ def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) 
         if label not in frame.columns:
             return unlabelled(texts, settings, sample="one text", groups=groups)
         x = torch.stack([tokens(t, settings.max_length) for t in texts])
-        y, classes = class_numbers(_complete(frame, label, source))
+        y, classes = class_numbers(_complete(frame, label, source, blank=False))
         facts = {"kind": Kind.TEXT, "sample": "one labelled text", "classes": classes}
         return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
     if label in frame.columns and not named:
         return _encoded(frame, source, settings, groups, agree)
     missing = repr(text) if named else f"{text!r} or {label!r}"
+    semicolons = " Are its columns separated by semicolons? Write commas." if ";" in frame.columns[0] else ""
     raise DataError(
         f"{source} has no column {missing}, but {', '.join(map(repr, frame.columns))}: name the columns with "
-        f"--text-column and --label-column."
+        f"--text-column and --label-column.{semicolons}"
     )
 
 
@@ -115,7 +119,7 @@ def _encoded(
         given.pop(settings.group_column, None)
     if target is not None and target.kind in ("date", "drop"):
         raise ConfigurationError(f"The label {label!r} is no {target.kind}: give its classes, or bounds of a number.")
-    labels = _complete(frame, label, source)
+    labels = _complete(frame, label, source, blank=False)
     cells_N = numbers_of(frame[label])
     if target is None and np.isfinite(cells_N).all() and (cells_N % 1 != 0).any():
         raise ConfigurationError(
@@ -204,6 +208,13 @@ def _classes(labels: list[Any], target: Column | None) -> tuple[Tensor, list[str
             raise DataError("A label is none of the categories that --columns names: name all of them.")
         return torch.tensor(found), names
     y, count = class_numbers(labels)
+    if count < 2:
+        raise DataError("All rows have one label, so there is nothing to learn.")
+    if count > MANY_CLASSES and 2 * count > len(labels):
+        raise DataError(
+            f"The label has {count} values in {len(labels)} rows, as identifiers and free texts have. Labels count "
+            f"as public: name another --label-column, or the classes or bounds of this one in --columns."
+        )
     by_number = dict(zip(y.tolist(), labels, strict=True))
     return y, [cell_name(by_number[index]) for index in range(count)]
 
@@ -244,8 +255,11 @@ def _groups(frame: DataFrame, column: str, source: str) -> list[Any]:
     return cells
 
 
-def _complete(frame: DataFrame, column: str, source: str) -> list[Any]:
+def _complete(frame: DataFrame, column: str, source: str, *, blank: bool = True) -> list[Any]:
+    """Return the cells of a column; raise DataError at a missing one, and at a blank one unless `blank`."""
     absent = frame[column].isna().to_numpy()
+    if not blank:
+        absent = absent | np.array([isinstance(cell, str) and not cell.strip() for cell in frame[column]])
     if absent.any():
         raise DataError(f"{source}, {frame.index[int(absent.argmax())]}: no {column!r}.")
     return frame[column].tolist()

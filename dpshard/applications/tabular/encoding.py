@@ -50,6 +50,12 @@ class Encoder:
         if len(set(own)) < len(own):
             raise DataError("Two columns of the table have one name: rename one.")
         facts = {n: given[n] if n in given else Column(_kind(frame.iloc[:, i])) for i, n in enumerate(own)}
+        for name, column in given.items():
+            if column.kind in ("number", "date") and _fits_nowhere(frame[name], column.kind):
+                raise DataError(
+                    f"Column {name!r} is of kind {column.kind}, but no cell is one: is another format meant, such as a "
+                    f"decimal comma or a day that is not written as 2026-01-31?"
+                )
         found = {name: column for name, column in facts.items() if column.kind != "drop"}
         if not found:
             raise DataError("The table has no column to learn from: all are dropped, or hold the label.")
@@ -125,6 +131,10 @@ def _kind(cells: Any) -> Kind:
         if 2 * np.isfinite(_numbers(cells, kind)).sum() > _present(cells).sum():
             return kind
     return "category"
+
+
+def _fits_nowhere(cells: Any, kind: Kind) -> bool:
+    return bool(_present(cells).any()) and not np.isfinite(_numbers(cells, kind)).any()
 
 
 def _present(cells: Any) -> NDArray[np.bool_]:

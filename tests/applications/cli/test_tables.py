@@ -269,3 +269,39 @@ def test_nothing_shows_a_cell(tmp_path, capsys, name, column):
                 chain.__cause__ or (None if chain.__suppress_context__ else chain.__context__),
             )
     assert POISON not in shown + "".join(capsys.readouterr())
+
+
+def test_a_table_of_a_spreadsheet_with_a_byte_order_mark_reads(tmp_path):
+    settings = written(tmp_path, patients(), columns=COLUMNS | {"age": [0, 100]})
+    path = tmp_path / "x.csv"
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())  # before the name of the first column
+    assert load(resolve(settings | {"feature_scale": 200})).numbers == 3
+
+
+POISON = "POISON-4711"
+
+
+@pytest.mark.parametrize(
+    ("change", "columns", "said"),
+    [
+        ({"label": "no"}, {}, "nothing to learn"),
+        ({"label": [f"{POISON}-{i}" for i in range(60)]}, {}, "identifiers"),
+        ({"label": ["no", "yes"] * 29 + ["yes", " "]}, {}, "line 61: no 'label'"),
+        ({"pressure": [f"{i},5 {POISON}" for i in range(60)]}, {"pressure": [0, 300]}, "decimal comma"),
+        ({"visit": [f"13.01.20{i}" for i in range(60)]}, {"visit": "date"}, "2026-01-31"),
+    ],
+)
+def test_tables_that_cannot_be_learnt_are_refused_without_a_cell(tmp_path, change, columns, said):
+    settings = written(tmp_path, patients().assign(**change), columns=columns) | {"feature_scale": 200}
+    with pytest.raises(DpshardError, match=said) as error:
+        load(resolve(settings))
+    assert POISON not in str(error.value)
+    assert "13.01" not in str(error.value)
+
+
+def test_semicolons_are_guessed(tmp_path):
+    settings = written(tmp_path, patients())
+    path = tmp_path / "x.csv"
+    path.write_text(path.read_text().replace(",", ";"))
+    with pytest.raises(DpshardError, match="semicolons"):
+        load(resolve(settings))
