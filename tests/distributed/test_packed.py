@@ -9,7 +9,7 @@ from tests.oracle import TOLERANCE
 QUICK = (
     *("ddp+uneven", "fsdp2+uneven", "ddp+own", "fsdp2+own"),
     *("ddp+block-wise+ghost", "fsdp2+layer-wise+checkpoint", "hsdp+block-wise+compile", "fsdp2+automatic+workers"),
-    *("zero1+layer-wise+workers", "zero2+block-wise+automatic", "zero3+checkpoint"),
+    *("zero1+layer-wise", "zero2+block-wise+automatic", "zero3+checkpoint"),
     *("ddp+across", "fsdp2+across", "fsdp2+across-there"),
 )
 STYLES = ("all-layer", "block-wise", "layer-wise")
