@@ -430,6 +430,15 @@ def test_the_validator_leaves_the_model_alone():
     assert ModuleValidator.validate(nn.BatchNorm1d(4))  # a whole model that cannot be replaced
 
 
+def test_the_validator_differs_from_opacus_as_the_page_says():
+    model = nn.Sequential(nn.Conv2d(3, 16, 1), nn.BatchNorm2d(16))
+    model[1].requires_grad_(False)
+    assert not ModuleValidator.is_valid(model)
+    fixed = ModuleValidator.fix(model)
+    assert fixed[1].num_groups == 8
+    assert ModuleValidator.is_valid(fixed.eval())
+
+
 def test_padding_reaches_no_gradient_of_an_empty_batch():
     """A round with a tiny sampling rate has empty batches: one row each, and steps that release only noise."""
     data = TensorDataset(randn(40, D), torch.zeros(40, dtype=torch.long))
