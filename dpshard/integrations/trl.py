@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from trl import DPOConfig, DPOTrainer, SFTTrainer
 
 from dpshard.errors import ConfigurationError
@@ -33,8 +34,8 @@ class PrivateSFTTrainer(_Private, SFTTrainer):
 class PrivateDPOTrainer(_Private, DPOTrainer):
     """A trl.DPOTrainer with private training; the unit of privacy is a pair, chosen and rejected, of one prompt.
 
-    Takes the sigmoid loss of DPO (Rafailov et al. 2023, arXiv:2305.18290), in one process. per_device_train_batch_size
-    counts pairs. Raises ConfigurationError for other losses.
+    Takes the sigmoid loss of DPO (Rafailov et al. 2023, arXiv:2305.18290), in one process or with DDP.
+    per_device_train_batch_size counts pairs. Raises ConfigurationError for other losses, and for FSDP and DeepSpeed.
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: DPOConfig | None = None, **more: Any) -> None:
@@ -55,8 +56,19 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
             return super().prediction_step(model, *others, **more)
 
     def _trained(self) -> nn.Module:
-        self._pairs = Pairs(super()._trained())
-        return self._pairs
+        wrapped = super()._trained()
+        if isinstance(wrapped, DistributedDataParallel):
+            # The engine sees DDP, and DDP the model of pairs.
+            self._pairs = wrapped.module = Pairs(wrapped.module)
+            self._model_of_pairs = wrapped
+        elif self.args.world_size > 1:
+            raise ConfigurationError(
+                f"PrivateDPOTrainer runs on several processes with DDP, not with {type(wrapped).__name__}: leave out "
+                f"FSDP and DeepSpeed, or train in one process."
+            )
+        else:
+            self._model_of_pairs = self._pairs = Pairs(wrapped)
+        return self._model_of_pairs
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
         assert self.engine is not None
@@ -66,7 +78,7 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         if not self._verified and self._privacy.get("verify", True):
             self.engine.verify(loss_fn=lambda *x: self._losses(*x).mean(), targets=ratio_B, **rows)
             self._verified = True
-        losses_B = self._losses(self._pairs(**rows), ratio_B)
+        losses_B = self._losses(self._model_of_pairs(**rows), ratio_B)
         self._losses_B = losses_B.detach()
         loss = losses_B.mean()
         return (loss, {}) if return_outputs else loss
@@ -119,8 +131,12 @@ class Pairs(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor) -> Tensor:
-        """Run the model on all rows at once."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor | None = None, **more: Any
+    ) -> Any:
+        """Run the model on all rows at once; without `completion_mask` as it is, for an evaluation."""
+        if completion_mask is None:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
         ids, attend, counted = (x.flatten(0, 1) for x in (input_ids, attention_mask, completion_mask))
         logits = self.model(input_ids=ids, attention_mask=attend, use_cache=False).logits
         labels = ids.masked_fill(counted == 0, -100)
@@ -151,11 +167,10 @@ def _check(args: DPOConfig, *, packing: Any) -> None:
         "ld_alpha": args.ld_alpha is not None,
         "use_weighting": args.use_weighting,
         "packed rows": packing is not None or bool(getattr(args, "padding_free", False)),
-        f"{args.world_size} processes": args.world_size > 1,
     }
     found = [name for name, holds in refused.items() if holds]
     if found:
         raise ConfigurationError(
-            f"PrivateDPOTrainer takes the sigmoid loss of DPO in one process, not {', '.join(found)}: some of TRL's "
+            f"PrivateDPOTrainer takes the sigmoid loss of DPO, not {', '.join(found)}: some of TRL's "
             f"losses sort or average over the pairs of a batch. Leave these settings out."
         )

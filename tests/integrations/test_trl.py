@@ -4,6 +4,7 @@ Failure modes: 3 test_an_update_of_dpo_is_the_oracles_by_pairs; 12 test_what_mix
 """
 
 from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 
 from dpshard import Packing
 from dpshard.errors import ConfigurationError
+from tests.distributed.launch import launch
 from tests.integrations.test_transformers import Secret, gpt2
 from tests.oracle import clipped_mean, norm, relative_error
 
@@ -272,3 +274,16 @@ def test_a_loss_that_nobody_knows_is_refused(tmp_path):
 def test_losses_that_mix_pairs_are_refused(options, tmp_path):
     with pytest.raises(ConfigurationError, match="sigmoid loss of DPO"):
         PrivateDPOTrainer(gpt2(), args=arguments(trl.DPOConfig, tmp_path, **options), privacy=PRIVACY)
+
+
+@pytest.mark.exhaustive
+def test_dpo_on_two_processes_trains_as_on_one(tmp_path):
+    """The run of one process is the oracle's, above. It evaluates between steps, too."""
+    worker = Path(__file__).with_name("dpo_worker.py")
+    two, one = (launch(worker, ranks, tmp_path / str(ranks), str(4 // ranks)) for ranks in (2, 1))
+    before, after, _ = one[0]
+    assert max(abs(x - y) for x, y in zip(before, after, strict=True)) > 1e-3
+    for same, found, wrapped in two:
+        assert wrapped == "DistributedDataParallel"
+        assert same == before
+        assert found == pytest.approx(after, abs=1e-6)
