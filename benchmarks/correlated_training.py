@@ -165,6 +165,7 @@ def planned(task: Task, epsilon: float, epochs: float, sampling: str, correlatio
         sampling,
         correlation,
         None if correlation is None else "auto",
+        None,
         of_known_length=True,
         **budget,
     )
