@@ -97,7 +97,8 @@ def _correlated_training(result: Figures) -> Any:
     tasks = list(dict.fromkeys(row["task"] for row in result["rows"]))
     mechanisms = list(dict.fromkeys(row["mechanism"] for row in result["rows"]))
     figure = plots.new_figure(figsize=(10, 4))
-    for ax, task in zip(figure.subplots(1, len(tasks), squeeze=False)[0], tasks, strict=True):
+    axes = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for ax, task in zip(axes, tasks, strict=True):
         rows = [row for row in result["rows"] if row["task"] == task]
         places = {place: at for at, place in enumerate(dict.fromkeys((r["epsilon"], r["epochs"]) for r in rows))}
         for i, mechanism in enumerate(mechanisms):
@@ -107,5 +108,5 @@ def _correlated_training(result: Figures) -> Any:
             ax.errorbar(x, score, yerr=deviation, fmt="o", capsize=3, color=plots.COLOURS[i], label=mechanism)
         ax.set_xticks(list(places.values()), [f"ε = {e:g}\n{n} epoch{'s' * (n > 1)}" for e, n in places])
         ax.set_title("pydoc: loss, nats a byte" if task == "pydoc" else f"{task}: accuracy")
-    ax.legend()
+    axes[-1].legend()
     return figure
