@@ -83,7 +83,7 @@ def test_a_budget_is_not_planned_by_an_approximation(dpshard):
 
 
 def test_the_table_names_whose_figure_it_is(dpshard):
-    run = ["account", "--sample-size", 1000, "--batch-size", 1000, "--steps", 100_000, "--sigma", 100, "--delta", 1e-12]
+    run = ["account", "--sample-size", 1000, "--batch-size", 1000, "--steps", 100_000, "--sigma", 100, "--delta", 1e-18]
     assert "figure of rdp" in dpshard(*run, "--accountant", "pld").stdout
 
 
