@@ -7,24 +7,31 @@ one Gaussian release of sigma, even if later weights depend on earlier scores: D
 Cor. 3.3. A training sample is in no score, and a validation sample in no sum. So what is chosen by scores costs a
 training sample what the run costs, and a validation sample what the scores cost. A person with samples in both pays
 both: then `releases` are a part of the run.
+
+Two scores of one step would be two releases, and their mean has less noise. So the file decides: a score is drawn
+under a lock on the file, after a look at what others have written. Ranks need not share a disk, so only rank 0 draws.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch.distributed as dist
 
 from dpshard.accounting import Release, SampledMechanism, calibrate, compute_epsilon, rounded_up
 from dpshard.accounting.releases import Counts
 from dpshard.checkpoint.disk import why
 from dpshard.config import BatchSchedule, check_delta, check_positive, is_count
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
-from dpshard.randomness import RandomSource, derive_key, new_run_secret
+from dpshard.randomness import RandomSource, new_run_secret
 
 
 class PrivateScores:
@@ -58,8 +65,10 @@ class PrivateScores:
         self.releases: Counts = ((Release(sigma, 1.0, samples), 1),)
         """What all scores together cost, as one release about the validation samples."""
         self._path, self._samples, self._count, self._delta = Path(path), samples, count, target_delta
-        self._secret = new_run_secret()
-        self._scores = self._recorded()
+        self._settings = {"samples": samples, "count": count, "noise": self.noise}
+        self._scores: dict[int, float] = {}
+        with self._locked() as file:
+            self._scores = self._recorded(file)
 
     @property
     def noise(self) -> float:
@@ -74,20 +83,30 @@ class PrivateScores:
     def score(self, step: int, right: int) -> float:
         """Return the noisy share of right answers at `step`, `right` of M; the same at every call for one step.
 
-        Raises BudgetExceededError for more steps than `count`.
+        Call it on one rank, rank 0. Raises BudgetExceededError for more steps than `count`, and ConfigurationError on
+        other ranks.
         """
-        if step in self._scores:
-            return self._scores[step]
+        if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
+            raise ConfigurationError(
+                f"Rank {dist.get_rank()} asks for a score of step {step}, which would be one more release. Call score "
+                f"on rank 0 alone, with the right answers of all ranks, and broadcast what it returns."
+            )
         if not (type(right) is int and 0 <= right <= self._samples):
             raise ConfigurationError(f"right: give the number of right answers, an int from 0 to {self._samples}.")
+        with self._locked() as file:
+            self._scores = self._recorded(file)
+            if step not in self._scores:
+                self._scores[step] = self._draw(file, step, right)
+        return self._scores[step]
+
+    def _draw(self, file: int, step: int, right: int) -> float:
         if len(self._scores) == self._count:
             raise BudgetExceededError(
                 f"All {self._count} scores are spent: stop here, or choose by those. Give a larger count= to a new run."
             )
-        [normal] = next(RandomSource(derive_key(self._secret, "score", step)).normals(1, np.float64))
+        [normal] = next(RandomSource(new_run_secret()).normals(1, np.float64))
         score = (right + self.noise * float(normal)) / self._samples
-        self._append([{"step": step, "score": score}])
-        self._scores[step] = score
+        self._append(file, {"step": step, "score": score})
         return score
 
     def epsilon(self) -> float:
@@ -102,32 +121,44 @@ class PrivateScores:
             f"answers (accountant: pld; noise: Gaussian from AES-256); training samples have the guarantee of the run"
         )
 
-    def _recorded(self) -> dict[int, float]:
-        """Return the scores in the file, by step; begin the file if there is none."""
-        settings = {"samples": self._samples, "count": self._count, "noise": self.noise}
-        if not self._path.exists():
-            self._append([settings])
-            return {}
+    @contextmanager
+    def _locked(self) -> Iterator[int]:
+        """Hold the file, opened and locked."""
         try:
-            content = self._path.read_bytes()
+            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+        except OSError as error:
+            raise CheckpointError(f"{self._path} cannot be written: {why(error, self._path)}.") from error
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield file
+        finally:
+            os.close(file)
+
+    def _recorded(self, file: int) -> dict[int, float]:
+        """Return the scores in the file, by step; begin the file if it is empty."""
+        try:
+            content = os.pread(file, os.fstat(file).st_size, 0)
             whole = content[: content.rfind(b"\n") + 1]  # a truncated score was not handed out
             if whole != content:
-                os.truncate(self._path, len(whole))
-            first, *scores = [json.loads(line) for line in whole.splitlines()]
+                os.ftruncate(file, len(whole))
+            first, *scores = [json.loads(line) for line in whole.splitlines()] or [self._settings]
             found = {int(row["step"]): float(row["score"]) for row in scores}
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self._path} does not hold scores: restore it from a copy.") from error
-        if first != settings:
+        if first != self._settings:
             raise CheckpointError(f"{self._path} holds scores of other settings: give those, or another path.")
+        if not self._scores.items() <= found.items():
+            raise CheckpointError(f"{self._path} has lost scores of this run: restore it from a copy.")
+        if not whole:
+            self._append(file, self._settings)
         return found
 
-    def _append(self, rows: list[dict[str, Any]]) -> None:
-        """Append rows; they are on the disk before a score is used."""
+    def _append(self, file: int, row: dict[str, Any]) -> None:
+        """Append a row; it is on the disk before a score is used."""
+        line = json.dumps(row).encode() + b"\n"
         try:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-            with os.fdopen(descriptor, "w") as file:
-                file.writelines(json.dumps(row) + "\n" for row in rows)
-                file.flush()
-                os.fsync(file.fileno())
+            while line:
+                line = line[os.write(file, line) :]
+            os.fsync(file)
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be written: {why(error, self._path)}.") from error

@@ -76,6 +76,38 @@ def test_a_resumed_run_finds_its_scores(make, tmp_path):
         make(count=3)
 
 
+def test_two_runs_of_one_file_share_scores_and_budget(make, tmp_path):
+    one, other = make(count=2), make(count=2)
+    first = one.score(10, 500)
+    assert other.score(10, 900) == first
+    other.score(20, 500)
+    with pytest.raises(BudgetExceededError):
+        one.score(30, 500)
+    (tmp_path / "scores.jsonl").unlink()
+    with pytest.raises(CheckpointError, match="lost"):
+        one.score(30, 500)
+
+
+def test_a_score_that_was_not_written_has_noise_of_its_own(make, monkeypatch):
+    """Equal noise of two counts would show their difference."""
+    scores, drawn = make(count=2), []
+    monkeypatch.setattr(scores, "_append", lambda _, row: drawn.append(row["score"]))
+    for right in (500, 501):
+        scores._scores = {}
+        scores.score(10, right)
+    assert abs(drawn[1] - drawn[0] - 1 / 1000) > 1e-9
+
+
+def test_only_rank_0_draws(make, monkeypatch):
+    """With its noise by every rank, a score would be as many releases."""
+    rank = {"is_initialized": lambda: True, "get_rank": lambda: 1}
+    scores = make(count=2)
+    for name, value in rank.items():
+        monkeypatch.setattr(module.dist, name, value)
+    with pytest.raises(ConfigurationError, match=r"Rank 1 .* rank 0 alone"):
+        scores.score(20, 500)
+
+
 @pytest.mark.parametrize(
     "wrong", [{"samples": 0}, {"count": 1.5}, {"target_epsilon": -1.0}, {"target_epsilon": math.nan}, {"count": True}]
 )
