@@ -6,7 +6,7 @@ by at most 1, whatever weights answer. K scores, each with noise of standard dev
 one Gaussian release of sigma, even if later weights depend on earlier scores: Dong et al. 2019, arXiv:1905.02383,
 Cor. 3.3. A training sample is in no score, and a validation sample in no sum. So what is chosen by scores costs a
 training sample what the run costs, and a validation sample what the scores cost. A person with samples in both pays
-both: then `releases` are a part of the run.
+both: then `earlier` is a part of the run.
 
 Two scores of one step would be two releases, and their mean has less noise. So the file decides: a score is drawn
 under a lock on the file, after a look at what others have written. Ranks need not share a disk, so only rank 0 draws.
@@ -20,6 +20,7 @@ import math
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ class PrivateScores:
     """Noisy shares of right answers on private validation samples, within a budget of their own.
 
     One validation sample is protected: it is one person's, and in no training batch. `statement()` says how. If persons
-    have samples in both, give `PrivacyEngine(earlier=scores.releases)`, whose epsilon then covers both.
+    have samples in both, give `PrivacyEngine(earlier=scores.earlier(N))`, whose epsilon then covers both.
 
     Args:
         path: File of the scores; a resumed run finds them there, because to draw them again would cost again.
@@ -62,7 +63,7 @@ class PrivateScores:
         check_delta(target_delta, samples)
         alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
         sigma = calibrate(alone, target_epsilon=target_epsilon, target_delta=target_delta).noise_multiplier
-        self.releases: Counts = ((Release(sigma, 1.0, samples), 1),)
+        self._release = Release(sigma, 1.0, samples)
         """What all scores together cost, as one release about the validation samples."""
         self._path, self._samples, self._count, self._delta = Path(path), samples, count, target_delta
         self._settings = {"samples": samples, "count": count, "noise": self.noise}
@@ -73,12 +74,16 @@ class PrivateScores:
     @property
     def noise(self) -> float:
         """Standard deviation of the noise of one score, in right answers."""
-        return math.sqrt(self._count) * self.releases[0][0].noise_multiplier
+        return math.sqrt(self._count) * self._release.noise_multiplier
 
     @property
     def best(self) -> int | None:
         """The step of the best score; None without scores."""
         return max(self._scores, key=self._scores.__getitem__, default=None)
+
+    def earlier(self, sample_size: int) -> Counts:
+        """Return what all scores cost a person who has one of the `sample_size` training samples, too."""
+        return ((replace(self._release, sample_size=sample_size), 1),)
 
     def score(self, step: int, right: int) -> float:
         """Return the noisy share of right answers at `step`, `right` of M; the same at every call for one step.
@@ -91,6 +96,8 @@ class PrivateScores:
                 f"Rank {dist.get_rank()} asks for a score of step {step}, which would be one more release. Call score "
                 f"on rank 0 alone, with the right answers of all ranks, and broadcast what it returns."
             )
+        if not (type(step) is int and step >= 0):
+            raise ConfigurationError(f"step={step!r}: give the step of the run, an int of at least 0.")
         if not (type(right) is int and 0 <= right <= self._samples):
             raise ConfigurationError(f"right: give the number of right answers, an int from 0 to {self._samples}.")
         with self._locked() as file:
@@ -111,7 +118,7 @@ class PrivateScores:
 
     def epsilon(self) -> float:
         """Return epsilon of all scores, for one validation sample."""
-        return compute_epsilon(self.releases, self._delta)
+        return compute_epsilon(self.earlier(self._samples), self._delta)
 
     def statement(self) -> str:
         """Return the guarantee of validation samples in one sentence."""

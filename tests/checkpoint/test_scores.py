@@ -116,6 +116,13 @@ def test_numbers_out_of_range_are_refused(make, wrong):
         make(**wrong)
 
 
+@pytest.mark.parametrize("step", [-1, 10.5, "10", True, None])
+def test_a_step_is_a_whole_number(make, step):
+    with pytest.raises(ConfigurationError, match="step"):
+        make().score(step, 900)
+    make()  # the file is intact
+
+
 @pytest.mark.parametrize("right", [-1, 1001, 3.0])
 def test_a_count_is_between_none_and_all(make, right):
     with pytest.raises(ConfigurationError, match="right"):
@@ -126,8 +133,8 @@ def test_persons_in_both_pay_both(make):
     from torch import nn
 
     scores = make(samples=1000)
-    settings: Any = {"batch_size": 100, "sample_size": 1000, "steps": 5, "noise_multiplier": 2.0, "target_delta": 1e-5}
-    engine = PrivacyEngine(nn.Linear(2, 1), **settings, earlier=scores.releases)
+    settings: Any = {"batch_size": 100, "sample_size": 3000, "steps": 5, "noise_multiplier": 2.0, "target_delta": 1e-5}
+    engine = PrivacyEngine(nn.Linear(2, 1), **settings, earlier=scores.earlier(3000))
     assert engine.epsilon() == pytest.approx(scores.epsilon(), rel=1e-3)  # before the first step
     assert "1 releases about all samples before" in engine.statement()
     engine.detach()
