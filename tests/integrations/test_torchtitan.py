@@ -131,7 +131,7 @@ def found(world_size: int, *cases: str) -> dict[str, list[Any]]:
 
 
 def on_two() -> dict[str, list[Any]]:
-    return found(2, *CASES, "resumed", "refused", "command line")
+    return found(2, *CASES, "resumed", "elsewhere", "refused", "command line")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -166,6 +166,12 @@ def test_a_resumed_run_repeats_its_last_step_at_no_cost_and_counts_it_if_sums_di
         assert rank["steps"] == [3, 3, 3]
         assert rank["mode"] == "0o700"
         assert rank["noted"] == 4 * 32  # the repetition is no further release; the one with other sums is
+
+
+def test_a_checkpoint_in_the_folder_of_another_run_is_refused() -> None:
+    """Its own journal may hold releases after the checkpoint, which that of the other run does not count."""
+    for message in on_two()["elsewhere"]:
+        assert "of another run" in message
 
 
 @pytest.mark.parametrize("setting", REFUSED)

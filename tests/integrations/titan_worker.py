@@ -1,7 +1,7 @@
 """Trains torchtitan's debug model by a PrivateTrainer on each rank; reports how exact the update was.
 
 Usage, on each rank: python titan_worker.py FOLDER CASE..., of test_torchtitan.py's CASES and ON_FOUR, or "resumed",
-"refused", "command line".
+"elsewhere", "refused", "command line".
 """
 
 import copy
@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
 from tests.distributed.rank import main
 from tests.integrations.test_torchtitan import CASES, ON_FOUR, REFUSED
@@ -135,6 +136,28 @@ def noisy_run(folder: Path, rows: int) -> Any:
     return trainer
 
 
+def elsewhere(folder: Path) -> str:
+    """What a checkpoint of "resumed" raises in the folder of another run, whose journal does not know its releases."""
+    config = configured(folder)
+    config.privacy.noise_multiplier, config.training.steps, config.training.global_batch_size = 1.0, 3, 8
+    config.checkpoint.enable, config.checkpoint.initial_load_model_only = True, False
+    config.checkpoint.initial_load_path = str(folder.parent / "resumed" / "checkpoint" / "step-2")
+    if torch.distributed.get_rank() == 0:
+        journal = Journal(folder / "checkpoint" / "releases.journal")
+        for step in range(4):
+            journal.note(step, bytes(16)).result()
+    torch.distributed.barrier()
+    trainer = config.build()
+    try:
+        trainer.train()
+    except DpshardError as error:
+        return str(error)
+    finally:
+        trainer.close()
+        trainer.engine.detach()
+    return f"epsilon = {trainer.engine.epsilon()}"
+
+
 def refused(folder: Path) -> dict[str, str]:
     """What each setting raises."""
     messages = {}
@@ -158,7 +181,7 @@ def command_line(_: Path) -> dict[str, Any]:
 
 def work() -> list[Any]:
     folder, *cases = sys.argv[1:]
-    actions = {"resumed": resumed, "refused": refused, "command line": command_line}
+    actions = {"resumed": resumed, "elsewhere": elsewhere, "refused": refused, "command line": command_line}
     return [actions.get(case, lambda path, case=case: update(path, case))(Path(folder) / case) for case in cases]
 
 

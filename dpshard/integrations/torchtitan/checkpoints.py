@@ -24,6 +24,8 @@ class EngineState:
         folder.chmod(0o700)  # a checkpoint holds the run secret
         self._journal = Journal(folder / "releases.journal")
         self._noted = len(self._journal)
+        newest = self._journal.since(max(0, self._noted - 1))
+        self._newest = newest[-1] if newest else None
         engine.internals.note_releases(self._note)
 
     def warn_of_earlier_starts(self) -> None:
@@ -36,21 +38,27 @@ class EngineState:
             )
 
     def _note(self, step: int, identity: bytes) -> Callable[[], object]:
-        self._noted += 1  # the same on all ranks
+        self._noted, self._newest = self._noted + 1, (step, identity)  # the same on all ranks
         if torch.distributed.get_rank() > 0:
             return lambda: None
         return self._journal.note(step, identity).result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state, and how many releases the journal had."""
-        return {"engine": json.dumps(self._engine.state_dict()), "noted": self._noted}
+        """Return the engine's state, how many releases the journal had, and its last one."""
+        newest = None if self._newest is None else (self._newest[0], self._newest[1].hex())
+        return {"engine": json.dumps(self._engine.state_dict()), "noted": self._noted, "newest": json.dumps(newest)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue that run, and count what was released after the checkpoint."""
-        released = self._journal.since(state_dict["noted"])
+        noted, newest = state_dict["noted"], json.loads(state_dict["newest"])
+        released = self._journal.since(max(0, noted - 1))
+        if noted and released is not None:
+            known, released = released[:1], released[1:]
+            if [[step, identity.hex()] for step, identity in known] != [newest]:
+                released = None
         if released is None:
             raise CheckpointError(
-                f"{self._journal.path} is missing or damaged: the releases after the checkpoint are unknown, so they "
-                f"could not be counted. Restore the file, which lies beside the checkpoints."
+                f"{self._journal.path} is missing, damaged, or of another run: the releases after the checkpoint are "
+                f"unknown, so they could not be counted. Restore the file, which lies beside the checkpoints."
             )
         self._engine.load_state_dict(json.loads(state_dict["engine"]), released=released)
