@@ -1,7 +1,8 @@
 """Back-ends: where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO.
 
 A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (communicator.py, sharding.py,
-roles.py). May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
+roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py).
+May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
 """
 
 from __future__ import annotations
