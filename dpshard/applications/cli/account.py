@@ -119,7 +119,7 @@ def command(
         noise_multiplier=math.nan if noise_multiplier is None else noise_multiplier,
         max_batch_size=max_batch_size,
         discretized_elements=_grid_elements(noise, elements),
-        earlier=_earlier(earlier or [], sample_size, of_known_length=length is not None),
+        earlier=_earlier(earlier or [], sample_size, max_rows_per_unit or 1, of_known_length=length is not None),
     )
     budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     told = sampling, correlation, bands, correlation_momentum
@@ -145,10 +145,11 @@ def _answers(plan: Plan, accountants: Sequence[str] | None) -> list[Answer]:
     return [work_out(plan, cast(AccountantName, name)) for name in accountants or _able(plan)]
 
 
-def _earlier(sigmas: Sequence[float], sample_size: int, *, of_known_length: bool) -> Counts:
+def _earlier(sigmas: Sequence[float], sample_size: int, rows_of_unit: int, *, of_known_length: bool) -> Counts:
     if sigmas and not of_known_length:
         raise ConfigurationError("--earlier is for a run of known length: give --steps, --epochs or --phases.")
-    return tuple((Release(sigma, 1.0, sample_size), 1) for sigma in sigmas)
+    # All samples of a unit move a release about all samples.
+    return tuple((Release(sigma, 1.0, sample_size, max_rows_per_unit=rows_of_unit), 1) for sigma in sigmas)
 
 
 def _run(max_rows_per_unit: int | None, **facts: Any) -> SampledMechanism:

@@ -3,6 +3,7 @@ import re
 
 import pytest
 
+from dpshard.accounting import Release, compute_epsilon
 from dpshard.applications.cli import plots
 
 MNIST = "--sample-size 60000 --batch-size 256".split()
@@ -331,3 +332,10 @@ def test_units_of_several_samples(dpshard):
     assert "all samples of one unit, at most 4" in " ".join(said.split())
     wrong = [*run, "--max-rows-per-unit", 4, "--sampling", "fixed-order"]
     assert "max_rows_per_unit" in dpshard(*wrong, exit_code=2).stderr
+
+
+def test_all_samples_of_a_unit_are_in_a_release_before_the_run(dpshard):
+    run = ["account", "--sample-size", 1000, "--batch-size", 200, "--steps", 3, "--delta", 1e-4, "--sigma", 40]
+    alone = compute_epsilon(((Release(5.0 / 4, 1.0, 1000), 1),), 1e-4)
+    (answer,) = json.loads(dpshard(*run, "--max-rows-per-unit", 4, "--earlier", 5, "--json").stdout)["answers"]
+    assert alone < answer["epsilon"] < 1.1 * alone
