@@ -222,6 +222,12 @@ def check_sampling(mechanism: SampledMechanism) -> None:
             )
         return
     _check_kind(mechanism)
+    steps = mechanism.schedule.steps
+    if correlation is not None and correlation.bands > steps > 0:
+        raise ConfigurationError(
+            f"{type(correlation).__name__}(bands={correlation.bands}) has more bands than the run has steps, {steps}. "
+            f"Take at most {steps} bands, or more steps."
+        )
     if sampling == "cyclic-poisson":
         _check_groups(mechanism)
     if sampling == "balls-in-bins" and correlation is not None:

@@ -227,6 +227,8 @@ def test_calibration_is_conservative_and_tight():
         (BandedInverse(bands=4), "cyclic-poisson", r"needs BandMF.*fixed-order"),
         (BandMF(bands=11), "cyclic-poisson", r"at most 10 bands"),
         (BandMF(bands=4), "poisson", "cannot be analysed"),
+        (BandMF(bands=101), "cyclic-poisson", "at most 100 bands, or more steps"),
+        (BandedInverse(bands=101), "fixed-order", "at most 100 bands, or more steps"),
     ],
 )
 def test_what_is_not_analysed_is_refused(correlation, sampling, message):

@@ -1,4 +1,4 @@
-"""Audits of a `dpshard train` configuration."""
+"""Audits of a `dpshard train` configuration, with settings fitted to the data."""
 
 from __future__ import annotations
 
@@ -24,7 +24,6 @@ from dpshard.applications.audit import (
 )
 from dpshard.applications.audit.canary import norm_of, sample_gradient
 from dpshard.applications.audit.releases import SIGMA
-from dpshard.applications.cli import fitting
 from dpshard.applications.cli.data import BYTES, Data, Kind, size
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.sharding import shard
@@ -71,7 +70,7 @@ def games(steps: int, settings: TrainSettings) -> dict[str, Game]:
         # Few rows, so the unusual sample takes part several times.
         return {"runs": Game(rows=max(2, steps // 4), batch_size=1, noise_multiplier=0.5, **several)}
     if settings.sampling == "cyclic-poisson":
-        rows = 2 * _bands(steps, settings)  # a coin of probability 1/2 in each turn of a group
+        rows = 2 * _bands(settings, steps // 2)  # a coin of probability 1/2 in each turn of a group
         return {
             "sampling": Game(rows=rows, batch_size=1, noise_multiplier=0.2, **several),
             "noise": Game(rows=rows, batch_size=1, noise_multiplier=2.0, **several),
@@ -83,9 +82,9 @@ def games(steps: int, settings: TrainSettings) -> dict[str, Game]:
     }
 
 
-def _bands(steps: int, settings: TrainSettings) -> int:
-    """Return the bands of a trial in groups: the run's, or fewer, because a group has two turns."""
-    return max(1, min(settings.bands or 1, steps // 2))
+def _bands(settings: TrainSettings, most: int) -> int:
+    """Return the bands of the run, or `most` of a shorter one."""
+    return max(1, min(int(settings.bands or 1), most))
 
 
 def audit_game(
@@ -101,15 +100,14 @@ def audit_game(
 
     Calls `on_step` after each of the 2 * trials * game.steps steps.
     """
-    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    device = own_device(settings, ranks)
     model = _awake(build_model(settings, data, device, ranks))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    options = _of_engine(settings, device)
-    if settings.sampling == "cyclic-poisson":
-        options["noise_correlation"] = replace(options["noise_correlation"], bands=_bands(game.steps, settings))
+    # In groups, so that each has two turns.
+    options = _of_engine(settings, device, game.steps // (2 if settings.sampling == "cyclic-poisson" else 1))
     audit = (audit_steps if settings.sampling == "poisson" else audit_runs)(
         model,
         x,
@@ -130,7 +128,7 @@ def audit_all_releases(
     settings: TrainSettings, data: Data, ranks: Ranks, steps: int, on_step: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
     """Test that releases are clipped sums plus noise; return the figures of audit.json."""
-    settings, device = fitting.fit(settings, data), own_device(settings, ranks)
+    device = own_device(settings, ranks)
     model = _awake(build_model(settings, data, device, ranks))
     x, y = odd_samples(data, CANDIDATES // 2)
     if x.is_floating_point():
@@ -144,7 +142,7 @@ def audit_all_releases(
         sample_losses,
         steps=steps,
         on_step=on_step,
-        **_of_engine(settings, device),
+        **_of_engine(settings, device, steps // 2),
     )
     fault = audit.fault
     return {
@@ -158,9 +156,11 @@ def audit_all_releases(
     }
 
 
-def _of_engine(settings: TrainSettings, device: torch.device) -> dict[str, Any]:
+def _of_engine(settings: TrainSettings, device: torch.device, most_bands: int) -> dict[str, Any]:
     """Return the settings of an audit's engine, with `prepare`, which shards its model."""
     kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
+    if kept["noise_correlation"] is not None:
+        kept["noise_correlation"] = replace(kept["noise_correlation"], bands=_bands(settings, most_bands))
     return {"prepare": lambda model: shard(model, settings, device).model} | kept
 
 
@@ -200,7 +200,6 @@ def audit_run(
     Noise is calibrated for the data set with the canaries, and epsilon is that of this run. Calls `on_step` with the
     steps of the run after each step.
     """
-    settings = fitting.fit(settings, data)
     included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
     canaries: Canaries
     if kind == "gradient":

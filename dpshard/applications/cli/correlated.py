@@ -67,14 +67,18 @@ def parse(
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
         check_choice("--correlation", name, list(KINDS))
         budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return _best(run, sampling, lambda bands: correlation_of(name, bands, momentum), name, budget)
+        return _best(run, sampling, lambda bands: correlation_of(name, str(bands), momentum), name, budget)
     return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands, momentum))
 
 
-def correlation_of(name: str | None, bands: str | int | None, momentum: float | None) -> BandedInverse | BandMF | None:
+def correlation_of(
+    name: str | None, bands: str | None, momentum: float | None, *, buffers: bool = False
+) -> BandedInverse | BandMF | None:
     """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
     check_choice("--correlation", name, (None, "none", *KINDS))
     name = None if name == "none" else name
+    if buffers and name != "band-mf":
+        raise ConfigurationError("--buffers is for --correlation band-mf: add it, or leave --buffers out.")
     if (name is None) != (bands is None):
         raise ConfigurationError("--correlation and --bands go together: give both, or neither for independent noise.")
     if name is None or bands is None:
@@ -83,9 +87,10 @@ def correlation_of(name: str | None, bands: str | int | None, momentum: float | 
                 f"--correlation-momentum {momentum:g} is for correlated noise: give --correlation, or leave it out."
             )
         return None
-    if not str(bands).isdigit():
+    if not bands.isdigit():
         raise ConfigurationError(f"--bands {bands}: give a number of bands, or auto with --target-epsilon.")
-    return KINDS[name](bands=int(bands), workload=None if momentum is None else Workload(momentum=momentum))
+    facts: Any = {"bands": int(bands), "workload": None if momentum is None else Workload(momentum=momentum)}
+    return KINDS[name](**facts, **({"buffers": True} if buffers else {}))
 
 
 def _best(

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from dpshard.applications.cli import models
+from dpshard.accounting import SampledMechanism
+from dpshard.applications.cli import correlated, models
 from dpshard.applications.cli.data import Data, Kind, size
-from dpshard.applications.cli.settings import TrainSettings
+from dpshard.applications.cli.settings import TrainSettings, parse_phases
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT
@@ -24,7 +26,7 @@ LARGEST_PRETRAINING_BATCH = 4096
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
-    """Return `settings` with defaults of model, batch size, optimizer and learning rate for `data`.
+    """Return `settings` with defaults of model, batch size, optimizer and learning rate, and bands, for `data`.
 
     Raises ConfigurationError if the model does not fit the data, or a batch is larger than the data set.
     """
@@ -51,9 +53,27 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     if learning_rate is None:
         learning_rate = TABLE_RATES[data.kind] if table and optimizer == "adamw" else LEARNING_RATES[optimizer]
     settings = replace(settings, model=model, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate)
-    expected = settings.mechanism()["batch_size"]
-    BatchSchedule.parse(expected, sample_size=samples, epochs=settings.epochs, steps=settings.steps)
-    return settings
+    expected: Any = batch_size if settings.phases is None else parse_phases(settings.phases)
+    length: Any = {"epochs": settings.epochs, "steps": settings.steps, "sampling": settings.sampling}
+    schedule = BatchSchedule.parse(expected, sample_size=samples, **length)
+    return settings if settings.bands != "auto" else _with_bands(settings, schedule, data)
+
+
+def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) -> TrainSettings:
+    """Return `settings` with the number that `dpshard account --bands auto` chooses."""
+    earlier = () if data.fitted is None else data.fitted.earlier
+    run = correlated.parse(
+        SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier),
+        settings.sampling,
+        None if settings.correlation == "none" else settings.correlation,
+        settings.bands,
+        settings.correlation_momentum,
+        of_known_length=True,
+        target_epsilon=settings.target_epsilon,
+        target_delta=settings.target_delta,
+    )
+    assert run.noise_correlation is not None  # else parse has raised
+    return replace(settings, bands=str(run.noise_correlation.bands))
 
 
 def _growing(samples: int, steps: int) -> str:

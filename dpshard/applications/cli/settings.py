@@ -140,11 +140,18 @@ class TrainSettings:
     correlation: Literal["none", "banded-inverse", "band-mf"] = _privacy(
         "none", "Noise that partly cancels over the steps, with --bands; for fixed-order or cyclic-poisson."
     )
-    bands: int | None = _privacy(
-        None, "Number of bands of --correlation; dpshard account --bands auto finds a good one."
+    bands: str | None = _privacy(
+        None,
+        "Number of bands of --correlation, or auto: the best of a few for --target-epsilon. The run folder keeps the "
+        "number that was chosen.",
     )
     correlation_momentum: float | None = _privacy(
         None, "Optimise the weights of --correlation for SGD with this momentum; 0 for prefix sums."
+    )
+    buffers: bool = _privacy(
+        False,
+        "With band-mf, keep the noise of the last bands - 1 steps in memory, one vector as large as the model each; by "
+        "default it is drawn again, which takes longer at every step.",
     )
     secure_mode: bool = _privacy(
         False, "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing."
@@ -246,7 +253,9 @@ class TrainSettings:
         return {name: getattr(self, name) for name in _MECHANISM} | {
             "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
             "adaptive_clipping": None if quantile is None else QuantileTracking(quantile),
-            "noise_correlation": correlation_of(self.correlation, self.bands, self.correlation_momentum),
+            "noise_correlation": correlation_of(
+                self.correlation, self.bands, self.correlation_momentum, buffers=self.buffers
+            ),
             "max_batch_size": int(cap) if cap is not None and cap.isdigit() else cap,
         }
 

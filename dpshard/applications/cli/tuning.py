@@ -53,9 +53,10 @@ from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 SCORED = (Kind.IMAGE, Kind.FEATURES, Kind.TEXT)
 """Kinds whose score is a count of right answers."""
 FIXED = (
-    "target_epsilon target_delta noise_multiplier noise max_batch_size sampling correlation bands correlation_momentum "
-    "data task columns drop statistics_share statistics_noise feature_scale group_column rows_per_unit text_column "
-    "label_column objective image_size max_length test_fraction validation_fraction shard nproc"
+    "target_epsilon target_delta noise_multiplier noise max_batch_size sampling correlation bands "
+    "correlation_momentum buffers data task columns drop statistics_share statistics_noise feature_scale "
+    "group_column rows_per_unit text_column label_column objective image_size max_length test_fraction "
+    "validation_fraction shard nproc"
 ).split()
 """Settings that all trials share."""
 LARGER = 1.005

@@ -10,6 +10,7 @@ import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.config import BatchSchedule
+from dpshard.noise.buffers import NoiseBuffers
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 from dpshard.records import PerSampleGrad
@@ -197,6 +198,12 @@ def redraw_under_another_key(monkeypatch):
         monkeypatch,
         lambda vectors: (vectors[0], *(v._replace(secret=derive_key(v.secret, "another")) for v in vectors[1:])),
     )
+
+
+def forget_a_buffer(monkeypatch):
+    """Buffered noise lacks the vector of the step before."""
+    init = NoiseBuffers.__init__
+    monkeypatch.setattr(NoiseBuffers, "__init__", lambda self, c: init(self, (c[0], 0.0, *c[2:])))
 
 
 def _change_vectors(monkeypatch, change):

@@ -97,6 +97,7 @@ SOUND = [
 
 CORRELATED = {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)}
 IN_GROUPS = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=5)}
+BUFFERED = {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=5, buffers=True)}
 IN_BINS = {"sampling": "balls-in-bins", "noise_correlation": BandedInverse(bands=3)}
 JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}, IN_BINS]
 
@@ -109,6 +110,7 @@ JOINED = [CORRELATED, IN_GROUPS, {"sampling": "balls-in-bins"}, IN_BINS]
         ("come_once_too_often", CORRELATED),
         pytest.param("drop_a_weight", IN_GROUPS, marks=pytest.mark.exhaustive),
         pytest.param("redraw_under_another_key", IN_GROUPS, marks=pytest.mark.exhaustive),
+        pytest.param("forget_a_buffer", BUFFERED, marks=pytest.mark.exhaustive),
         ("draw_from_all_groups", IN_GROUPS),
         ("keep_the_bins", {"sampling": "balls-in-bins"}),
         ("change_the_bins", IN_BINS),
@@ -121,8 +123,8 @@ def test_a_fault_of_correlated_noise_or_of_its_sampling_is_found(monkeypatch, na
 
 @pytest.mark.parametrize(
     "options",
-    [*SOUND, *JOINED],
-    ids=["default", "secure", "global", "adaptive", "discrete", "correlated", "groups", "bins", "correlated-bins"],
+    [*SOUND, *JOINED, pytest.param(BUFFERED, marks=pytest.mark.exhaustive)],
+    ids="default secure global adaptive discrete correlated groups bins correlated-bins buffers".split(),
 )
 def test_a_sound_engine_passes(options):
     model, x, y, loss = classifier()

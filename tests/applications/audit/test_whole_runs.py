@@ -42,8 +42,15 @@ def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
 
 @pytest.mark.parametrize(
     "options",
-    [{"sampling": "balls-in-bins"}, {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2)}],
-    ids=["bins", "groups"],
+    [
+        {"sampling": "balls-in-bins"},
+        {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2)},
+        pytest.param(
+            {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2, buffers=True)},
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
+    ids=["bins", "groups", "buffers"],
 )
 def test_runs_of_random_batches_are_audited(options):
     model, x, y, loss = classifier()

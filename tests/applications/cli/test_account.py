@@ -314,6 +314,7 @@ def test_the_table_says_whether_correlation_pays(dpshard, epsilon, advice):
         ("--steps 9 --sigma 1 --sampling balls-in-bins --accountant rdp", "accountant='pld'"),
         ("--steps 9 --sigma 1 --sampling fixed-order --correlation band-mf --bands auto", "give --target-epsilon"),
         ("--steps 9 --sigma 1 --sampling fixed-order --correlation band-mf --bands some", "give a number of bands"),
+        ("--steps 9 --sigma 1 --sampling fixed-order --correlation banded-inverse --bands 10", "at most 9 bands"),
     ],
 )
 def test_correlations_that_are_not_analysed_are_refused(dpshard, words, message):

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dpshard.applications.cli import auditing, data, models
+from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.settings import resolve
 from dpshard.backends.ranks import Ranks
 from tests.applications.audit import faults
@@ -126,7 +127,9 @@ def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, w
 
 @pytest.mark.usefixtures("known_secret")
 def test_correlated_runs_are_audited(dpshard, tmp_path, written, monkeypatch):
-    flags = "--sampling fixed-order --correlation banded-inverse --bands 2 --steps-per-trial 4 --trials 40".split()
+    """Trials are shorter than the run, and have fewer bands."""
+    correlated = "--steps 6 --sampling fixed-order --correlation banded-inverse --bands 6"
+    flags = f"{correlated} --steps-per-trial 4 --trials 40".split()
     process = dpshard("audit", *SETTINGS, *flags, "--json", tmp_path / "audit.json")
     assert "scored for Poisson samples" in process.stderr
     assert not written()["releases"]["refuted"]
@@ -150,9 +153,10 @@ def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, writte
 @pytest.mark.usefixtures("known_secret")
 def test_a_shuffled_loader_is_found_by_several_steps(monkeypatch):
     faults.shuffle(monkeypatch)
-    settings = resolve({"device": "cpu"})
-    game = auditing.games(3)["sampling"]
-    assert auditing.audit_game(game, settings, data.load(settings), Ranks(), 250, 0.95)["refuted"]
+    samples = data.load(settings := resolve({"device": "cpu"}))
+    settings = fit(settings, samples)
+    game = auditing.games(3, settings)["sampling"]
+    assert auditing.audit_game(game, settings, samples, Ranks(), 250, 0.95)["refuted"]
 
 
 def test_a_head_of_zeros_does_not_hide_the_layers_below():

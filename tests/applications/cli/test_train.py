@@ -203,9 +203,15 @@ def wait_for_steps(folder, count, process):
     pytest.fail(f"no {count} steps in time")
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, spawn, known_secret, dpshard):
+IN_ORDER = "--sampling fixed-order --correlation banded-inverse --bands 4"
+BUFFERED = "--sampling cyclic-poisson --correlation band-mf --bands 3 --buffers"
+
+
+@pytest.mark.parametrize("options", quick("", rest=[IN_ORDER, BUFFERED]))
+def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, spawn, known_secret, dpshard, options):
     killed, undisturbed = tmp_path / "killed", tmp_path / "undisturbed"
-    process = spawn("train", *LONG, "--out", killed)
+    run = [*LONG, *options.split()]
+    process = spawn("train", *run, "--out", killed)
     wait_for_steps(killed, 12, process)
     process.kill()
     process.wait()
@@ -213,7 +219,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, spawn, known_secr
     with (killed / "metrics.jsonl").open("a") as file:
         file.write('{"step": 99, "lo')  # as if it had died while writing
     dpshard("train", "--resume", killed)
-    dpshard("train", *LONG, "--out", undisturbed)
+    dpshard("train", *run, "--out", undisturbed)
     assert_same_run(killed, undisturbed)
 
 
@@ -263,6 +269,25 @@ def test_dropout_optimizer_and_schedule_go_on_bit_for_bit(tmp_path, monkeypatch,
     dpshard("train", "--resume", stopped)
     dpshard("train", *flags, "--out", undisturbed)
     assert_same_run(stopped, undisturbed)
+
+
+def test_the_bands_that_a_run_chose_stay(tmp_path, monkeypatch, known_secret, dpshard):
+    """The run folder has the number that `dpshard account` chooses, and a resume does not choose again."""
+    length = "--batch-size 64 --steps 6 --target-epsilon 8 --sampling fixed-order --correlation band-mf".split()
+    flags = [*length, "--evaluations", 1, "--buffers"]
+    stopped, undisturbed = tmp_path / "stopped", tmp_path / "undisturbed"
+    chosen = json.loads(dpshard("account", "--sample-size", 1258, *length, "--bands", "auto", "--json").stdout)
+    bands = re.search(r"bands=(\d+)", chosen["plan"]["noise_correlation"])[1]
+    with monkeypatch.context() as patch:
+        stop_after(3, patch)
+        dpshard("train", *flags, "--bands", "auto", "--out", stopped, exit_code=130)
+    assert yaml.safe_load((stopped / "config.yaml").read_text())["bands"] == bands
+    with monkeypatch.context() as patch:
+        patch.setattr("dpshard.applications.cli.correlated.parse", None)
+        dpshard("train", "--resume", stopped)
+    dpshard("train", *flags, "--bands", bands, "--out", undisturbed)
+    assert_same_run(stopped, undisturbed)
+    assert report(stopped)["privacy"]["noise_correlation"].endswith("buffers=True)")
 
 
 def test_a_run_without_matplotlib_still_has_its_report(tmp_path, spawn):
@@ -347,6 +372,10 @@ def test_a_missing_deepspeed_is_said_before_anything_starts(tmp_path, monkeypatc
         (["--nproc", "0", "--shard", "ddp"], "at least 1"),
         (["--shard", "deepspeed-4"], "deepspeed-3"),
         (["--config", "nowhere.yaml"], "nowhere.yaml"),
+        ([*IN_ORDER.split(), "--steps", "3"], "at most 3 bands"),
+        ([*IN_ORDER.split(), "--buffers"], "leave --buffers out"),
+        ([*IN_ORDER.split(), "--bands", "auto", "--noise-multiplier", "1"], "give --target-epsilon"),
+        (["--bands", "auto"], "--correlation and --bands go together"),
     ],
 )
 def test_bad_input_gets_one_line_and_leaves_nothing_behind(tmp_path, monkeypatch, dpshard, wrong, word):
