@@ -15,8 +15,7 @@ from dpshard.accounting import MechanismOfUnits, Release, SampledMechanism, Sear
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Answer, Plan, draw, show, work_out
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.settings import parse_phases
+from dpshard.applications.cli.formats import parse_phases, to_json
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
 

@@ -8,7 +8,8 @@ from typing import Any
 from dpshard.accounting import SampledMechanism
 from dpshard.applications.cli import correlated, models
 from dpshard.applications.cli.data import Data, Kind, size
-from dpshard.applications.cli.settings import TrainSettings, parse_phases
+from dpshard.applications.cli.formats import parse_phases
+from dpshard.applications.cli.settings import TrainSettings
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 from dpshard.recipes import DP_BERT

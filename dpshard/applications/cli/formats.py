@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -48,3 +49,26 @@ def parse_weights(text: str | None) -> dict[str, float]:
     if not all(0 < weight < math.inf for weight in weights.values()):
         raise ConfigurationError(f"class_weights={text!r}: write LABEL=WEIGHT,..., with finite weights above 0.")
     return weights
+
+
+def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
+    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping.
+
+    Keys are settings, so "-" becomes "_", or `names` that stay; there yes, no, on and off are names, too.
+    """
+    try:
+        content = yaml.load(path.read_text("utf-8"), Names if names else yaml.SafeLoader)  # both are safe
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigurationError(f"The settings file {path} cannot be read: {error}") from error
+    content = {} if content is None else content
+    if not isinstance(content, dict):
+        raise ConfigurationError(f"The settings file {path} must be a mapping of `key: value` lines.")
+    return {str(key) if names else str(key).replace("-", "_"): value for key, value in content.items()}
+
+
+def parse_phases(text: str) -> list[tuple[int, int]]:
+    """Parse "128x50,512x100" as [(128, 50), (512, 100)]: batch size and steps of each phase."""
+    try:
+        return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
+    except ValueError as error:
+        raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error

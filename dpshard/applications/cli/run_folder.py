@@ -20,8 +20,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from dpshard.applications.cli.formats import to_json
-from dpshard.applications.cli.settings import TrainSettings, read_yaml, resolve
+from dpshard.applications.cli.formats import read_yaml, to_json
+from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.checkpoint.disk import flush, why
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError

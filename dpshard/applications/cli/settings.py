@@ -6,14 +6,13 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from dpshard.applications import user_code
-from dpshard.applications.cli.formats import Names, parse_weights
+from dpshard.applications.cli.formats import parse_phases, parse_weights
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 
@@ -281,29 +280,6 @@ def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
     weighted = {} if given.get("class_weights") is None else WEIGHTED
     merged = _overlay([recipe, preset, weighted, given])
     return TrainSettings(**{name: _coerce(name, value, hints[name]) for name, value in merged.items()})
-
-
-def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping.
-
-    Keys are settings, so "-" becomes "_", or `names` that stay; there yes, no, on and off are names, too.
-    """
-    try:
-        content = yaml.load(path.read_text("utf-8"), Names if names else yaml.SafeLoader)  # both are safe
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"The settings file {path} cannot be read: {error}") from error
-    content = {} if content is None else content
-    if not isinstance(content, dict):
-        raise ConfigurationError(f"The settings file {path} must be a mapping of `key: value` lines.")
-    return {str(key) if names else str(key).replace("-", "_"): value for key, value in content.items()}
-
-
-def parse_phases(text: str) -> list[tuple[int, int]]:
-    """Parse "128x50,512x100" as [(128, 50), (512, 100)]: batch size and steps of each phase."""
-    try:
-        return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
-    except ValueError as error:
-        raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error
 
 
 def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from torch.utils.data import TensorDataset
 from dpshard.accounting import Release
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unlabelled
-from dpshard.applications.cli.formats import BALANCED, parse_weights
-from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings, read_yaml
+from dpshard.applications.cli.formats import BALANCED, parse_weights, read_yaml
+from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
 from dpshard.applications.tabular import (
     Classes,
     Column,

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from dpshard.applications.cli import console, launch
+from dpshard.applications.cli.formats import read_yaml
 from dpshard.applications.cli.options import with_options
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically
-from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, read_yaml, resolve
+from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, resolve
 from dpshard.errors import CheckpointError, ConfigurationError
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ import typer
 import yaml
 
 from dpshard.applications.cli import console
+from dpshard.applications.cli.formats import read_yaml
 from dpshard.applications.cli.options import with_options
-from dpshard.applications.cli.settings import read_yaml
 from dpshard.errors import ConfigurationError
 
 

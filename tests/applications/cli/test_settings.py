@@ -3,7 +3,8 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from dpshard.applications.cli.settings import TrainSettings, parse_phases, read_yaml, resolve
+from dpshard.applications.cli.formats import parse_phases, read_yaml
+from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.errors import ConfigurationError
 
 

@@ -13,8 +13,8 @@ import yaml
 
 from dpshard.accounting import Release, SampledMechanism, compute_epsilon
 from dpshard.applications.cli.data import Kind, load
-from dpshard.applications.cli.formats import parse_weights
-from dpshard.applications.cli.settings import read_yaml, resolve
+from dpshard.applications.cli.formats import parse_weights, read_yaml
+from dpshard.applications.cli.settings import resolve
 from dpshard.applications.cli.tables import Fitted
 from dpshard.applications.tabular import parse_columns
 from dpshard.config import BatchSchedule
