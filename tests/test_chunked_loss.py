@@ -12,6 +12,7 @@ from dpshard.errors import ConfigurationError, DataError, LogicalBatchError, Uns
 from dpshard.losses import chunked_cross_entropy, head, sample_losses
 from dpshard.losses.head import head_of, positions_of, rho
 from dpshard.records import HeadRecord, gram
+from dpshard.rules import vocabulary as rule
 
 from .oracle import (
     assert_exact,
@@ -239,6 +240,36 @@ def test_a_head_written_before_backward_raises(written):
         getattr(model.head, written).mul_(2)
     with pytest.raises(LogicalBatchError, match="written between forward and backward"):
         loss.backward()
+
+
+@pytest.mark.parametrize("written", ["weight", "bias"])
+@pytest.mark.parametrize("how", ["data", "numpy"])
+def test_a_head_written_past_autograd_raises(written, how):
+    """No version tells of it; sums were 1e5 times their bound."""
+    model = Model(bias=True)
+    noise_free_engine(model, batch_size=4, verify=False)
+    loss = model(pairs(4)).mean()
+    p = getattr(model.head, written)
+    if how == "data":
+        p.data.view(-1)[:3].add_(9)
+    else:
+        p.detach().numpy()[:1] *= 2
+    with pytest.raises(LogicalBatchError, match="written between forward and backward"):
+        loss.backward()
+
+
+def test_on_accelerators_samples_of_a_written_head_are_dropped(monkeypatch):
+    """Where waiting for a comparison would stall the device."""
+    plain = rule.unless_written
+    monkeypatch.setattr(rule, "unless_written", lambda scale, same, *, wait: plain(scale, same, wait=False))
+    model = Model()
+    engine = noise_free_engine(model, batch_size=4, verify=False)
+    loss = model(pairs(4)).mean()
+    model.head.weight.data.view(-1)[:3].add_(9)
+    loss.backward()
+    engine.privatize()
+    assert engine.metrics()["nonfinite_samples"] == 4
+    assert all(not p.grad.any() for p in model.parameters())
 
 
 def test_a_head_outside_the_models_forward_is_refused():

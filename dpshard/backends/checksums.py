@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.records import as_real
+from dpshard.records import as_real, checksum
 
 _SMALL = 2**14
 """Largest tensor that is batched with others, in elements."""
@@ -85,23 +85,3 @@ def _ends(lengths: tuple[int, ...], first: int, like: Tensor) -> Tensor:
 
 def _count_ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
     return torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)
-
-
-def checksum(x: Tensor) -> Tensor:
-    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order."""
-    x = as_real(x)
-    if x.dtype == torch.float64:
-        words = x.detach().contiguous().view(torch.int64)
-        # A factor of two adds 2^52 to every word; over 4,096 words that wraps to 0. Upper halves do not wrap.
-        return words.sum() + (words >> 32).sum()
-    flat = x.detach().contiguous().view(-1)
-    if flat.nbytes % 8 == 0 and flat.storage_offset() * flat.itemsize % 8 == 0:
-        return flat.view(torch.int64).sum()
-    octets = flat.view(torch.uint8)
-    start = -octets.storage_offset() % 8  # words are aligned
-    stop = start + (len(octets) - start) // 8 * 8
-    if stop <= start:
-        return octets.sum()
-    total = octets[start:stop].view(torch.int64).sum()
-    rest = torch.cat([octets[:start], octets[stop:]])
-    return total + rest.sum() if len(rest) else total

@@ -58,10 +58,7 @@ class Head:
     def logits(self, hidden_BTD: Tensor, classes: slice) -> Logits:
         """Logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
         if self.versions is not None and self.versions_now() != self.versions:
-            raise LogicalBatchError(
-                "The weight or bias of chunked_cross_entropy was written between forward and backward; its gradient "
-                "needs those of the forward. Step, load or average weights after the backward."
-            )
+            raise written_between()
         product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
         if self.bias is not None:
             product = product + self.bias[classes].to(self.dtype)
@@ -79,6 +76,14 @@ class Head:
             return Logits(product, None)
         # Not 1 - tanh^2: it would cancel.
         return Logits(torch.tanh(product / self.softcap) * self.softcap, torch.cosh(product / self.softcap).pow(-2))
+
+
+def written_between() -> LogicalBatchError:
+    """Return the error for other weights in backward than in forward."""
+    return LogicalBatchError(
+        "The weight or bias of chunked_cross_entropy was written between forward and backward; its gradient "
+        "needs those of the forward. Step, load or average weights after the backward."
+    )
 
 
 class Logits(NamedTuple):

@@ -9,7 +9,7 @@ from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_joi
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
-from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, gram, wide
+from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, checksum, gram, wide
 from dpshard.records.of_samples import Owners, of_samples
 from dpshard.records.offload import fetched, offloaded
 from dpshard.records.outer_product import OuterProduct
@@ -36,6 +36,7 @@ __all__ = [
     "as_complex",
     "as_real",
     "bundles",
+    "checksum",
     "fetched",
     "gram",
     "is_small",

@@ -1,4 +1,10 @@
-"""`dpshard.losses.chunked_cross_entropy`: a vocabulary head and its loss in one use."""
+"""`dpshard.losses.chunked_cross_entropy`: a vocabulary head and its loss in one use.
+
+[Note: A head that was written]
+Norms come from the logits of the forward, and gradients from logits that are computed again. With other weights, a
+gradient could exceed its norm without bound. Versions of tensors show most writes before backward, but not those
+through `.data` or NumPy. Checksums of the bits show these.
+"""
 
 from __future__ import annotations
 
@@ -10,8 +16,8 @@ import torch
 from torch import Tensor
 
 from dpshard.losses.chunked import token_losses
-from dpshard.losses.head import Head, Positions, head_of, positions_of, without_autocast
-from dpshard.records import HeadRecord, Record, gram
+from dpshard.losses.head import Head, Positions, head_of, positions_of, without_autocast, written_between
+from dpshard.records import HeadRecord, Record, checksum, gram
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
@@ -46,10 +52,13 @@ def chunked_token_losses(
         head = replace(head, versions=head.versions_now())
     w, b = call.source(weight), call.source(bias)
     sources = [source for source in (w, b) if source is not None]
+    bits = _bits(head) if sources and not torch.compiler.is_compiling() else None
     output, at = _losses(apart.reshape(B, -1, hidden.shape[-1]), labels_BT, head, compare=bool(sources))
 
     def build(hidden_BTD: Tensor, labels_BT: Tensor, g_BT: Tensor) -> Sequence[tuple[Source, Record]]:
         scale_BT = g_BT * at.missing
+        if bits is not None:
+            scale_BT = unless_written(scale_BT, _bits(head) == bits, wait=scale_BT.device.type == "cpu")
         return [
             (source, HeadRecord(hidden_BTD, labels_BT, scale_BT, head, at, torch.Size(source.shape)))
             for source in sources
@@ -58,6 +67,23 @@ def chunked_token_losses(
     keep = (apart.reshape(B, -1, hidden.shape[-1]), labels_BT)
     tapped = call.tap(output, keep, sources, build)
     return axis.merge(tapped.view(apart.shape[:-1]), k)
+
+
+def _bits(head: Head) -> Tensor:
+    return torch.stack([checksum(x) for x in (head.weight, head.bias) if x is not None])
+
+
+def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
+    """Return `scale_BT` if all of `same` hold; see [Note: A head that was written].
+
+    Otherwise raises LogicalBatchError; without `wait`, which would stall a device, returns NaN, so the samples are
+    dropped and counted as not finite.
+    """
+    if not wait:
+        return torch.where(same.all(), scale_BT, torch.nan)
+    if not bool(same.all()):
+        raise written_between()
+    return scale_BT
 
 
 def _losses(hidden_BTD: Tensor, labels_BT: Tensor, head: Head, *, compare: bool) -> tuple[Tensor, Positions]:
