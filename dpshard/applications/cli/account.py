@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Annotated, Any, cast, get_args
 
@@ -122,12 +122,10 @@ def command(
     )
     budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
     told = sampling, correlation, bands, correlation_momentum
-    plan = Plan(
-        unknown=_unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier),
-        mechanism=correlated.parse(run, *told, of_known_length=length is not None, **budget),
-        **budget,
-        search=_search(search_runs, search_distribution, search_also or [], run),
-    )
+    unknown = _unknown(steps=length, epsilon=target_epsilon, noise_multiplier=noise_multiplier)
+    run = correlated.parse(run, *told, of_known_length=length is not None, **budget)
+    search = _search(search_runs, search_distribution, search_also or [], run)
+    plan = Plan(unknown=unknown, mechanism=run, **budget, search=search)
     with console.err.status("computing ..."):
         answers = _answers(plan, accountant)
         if plot is not None:
@@ -184,8 +182,7 @@ def _candidate(text: str, run: SampledMechanism) -> Counts:
     except ValueError as error:
         raise ConfigurationError(f"--search-also {text}: write BATCHxSTEPS,...@SIGMA, such as 128x500@1.1.") from error
     schedule = BatchSchedule.parse(parse_phases(phases), sample_size=run.sample_size)
-    facts: Any = {"sample_size": run.sample_size, "noise_multiplier": noise_multiplier, "earlier": run.earlier}
-    return SampledMechanism(schedule=schedule, **facts).releases()
+    return replace(run, schedule=schedule, noise_multiplier=noise_multiplier).releases()
 
 
 def _grid_elements(noise: str, elements: int | None) -> int | None:

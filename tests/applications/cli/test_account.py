@@ -340,3 +340,15 @@ def test_all_samples_of_a_unit_are_in_a_release_before_the_run(dpshard):
     alone = compute_epsilon(((Release(5.0 / 4, 1.0, 1000), 1),), 1e-4)
     (answer,) = json.loads(dpshard(*run, "--max-rows-per-unit", 4, "--earlier", 5, "--json").stdout)["answers"]
     assert alone < answer["epsilon"] < 1.1 * alone
+
+
+@pytest.mark.parametrize(
+    "kind", [(), ("--sampling", "fixed-order"), ("--noise", "discrete-gaussian", "--elements", 10**14)]
+)
+def test_the_settings_of_a_search_have_one_sampling_and_noise(dpshard, kind):
+    run = ["account", "--sample-size", 10000, "--accountant", "rdp", "--search-runs", 5, "--json", *kind]
+    first, second = (
+        json.loads(dpshard(*run, "--phases", "500x100", "--sigma", one, "--search-also", f"500x100@{other}").stdout)
+        for one, other in ((2, 20), (20, 2))
+    )
+    assert first["answers"][0]["epsilon"] == second["answers"][0]["epsilon"]
