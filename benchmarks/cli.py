@@ -329,7 +329,7 @@ def correlated(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Measure correlated noise: nanoseconds per element by the number of vectors, or with --train what it is worth."""
+    """Measure the time of a release with correlated noise, or compare trainings with it and without it (--train)."""
     if train:
         _train_correlated(out, tiny)
         return
@@ -439,7 +439,7 @@ def advice_sweep(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Sweep optimizers, learning rates and lengths on data that compare nothing: what the advice stands on."""
+    """Sweep optimizers, learning rates and lengths on data of no comparison: what the advice stands on."""
     from benchmarks import advice as tables_
     from benchmarks import advice_language as texts
 

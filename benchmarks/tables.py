@@ -327,7 +327,7 @@ def _correlated_training(result: Figures) -> str:
     head = ["task, ε, epochs", *dict.fromkeys(row["mechanism"] for row in result["rows"])]
     note = (
         "Accuracy of digits, loss in nats a byte of pydoc: mean ± deviation of five seeds on test samples; in brackets "
-        "bands, and noise in prefix sums over that of DP-SGD."
+        f"bands, and noise in prefix sums over that of DP-SGD. {result.get('made', '')}".rstrip()
     )
     return "\n\n".join(["### Training with correlated noise", _version(result), note, markdown(head, body)])
 

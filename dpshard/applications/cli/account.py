@@ -19,7 +19,7 @@ from dpshard.applications.cli.formats import parse_phases, to_json
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
 from dpshard.errors import ConfigurationError
 
-BatchSize = Annotated[int | None, typer.Option(help="Expected logical batch in samples, drawn by Poisson sampling.")]
+BatchSize = Annotated[int | None, typer.Option(help="Expected logical batch in samples.")]
 Phases = Annotated[
     str | None, typer.Option(help="Schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length.")
 ]

@@ -68,13 +68,15 @@ def command(
     steps_per_trial: Annotated[
         int,
         typer.Option(
-            help="Steps of a trial: 1 with all samples in it, or several with Poisson sampling, which also find faults "
-            "of sampling and re-used noise; half of the trials each.",
+            help="Steps of a trial. 1: a batch of all samples. Several: batches of --sampling, which also find faults "
+            "of sampling and noise that is used again. Take at least 4 for --correlation.",
             min=1,
             max=64,
         ),
     ] = 1,
-    canaries: Annotated[int, typer.Option(help="Canaries of the audited run; 0 skips this audit.", min=0)] = 1000,
+    canaries: Annotated[
+        int, typer.Option(help="Canaries of the audited run, with Poisson sampling; 0 skips this audit.", min=0)
+    ] = 1000,
     canary_kind: Kind = "gradient",
     confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
     config: Annotated[
@@ -86,9 +88,9 @@ def command(
     """Attack a training configuration, and prove lower bounds on its epsilon, to compare with the accounted one.
 
     Three attacks: releases nearly without noise, to test sums, noise and batches; many releases of
-    the same steps with and without an unusual sample; and a training run with canaries, each included by
-    the toss of a coin. Exit code 3: an attack proved more than the accounted epsilon, so the model, the
-    loss or the engine is wrong. All settings of `dpshard train` are options.
+    the same steps with and without an unusual sample; and, with Poisson sampling, a training run with
+    canaries, each included by the toss of a coin. Exit code 3: an attack proved more than the accounted
+    epsilon, so the model, the loss or the engine is wrong. All settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)
     target = as_json or (folder and folder.audit)

@@ -22,21 +22,29 @@ KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 Sampling = Annotated[
     str,
     typer.Option(
-        help="poisson; balls-in-bins: every sample in one random step of each epoch; fixed-order: every sample once an "
-        "epoch, in one order; or cyclic-poisson, with band-mf."
+        help="Who is in a batch. poisson: each sample by a coin. balls-in-bins: each once an epoch, in a random step. "
+        "fixed-order: each once an epoch, in one order. cyclic-poisson: by coins, but groups of samples take turns; "
+        "needs --correlation band-mf."
     ),
 ]
 Name = Annotated[
-    str | None, typer.Option(help="Noise that is correlated over steps: banded-inverse or band-mf, with --bands.")
+    str | None,
+    typer.Option(
+        help="Noise that partly cancels over the steps, so the model has less of it: banded-inverse or band-mf. Needs "
+        "--bands, and another --sampling than poisson; of cyclic-poisson, band-mf."
+    ),
 ]
 Bands = Annotated[
     str | None,
-    typer.Option(help="Number of bands of --correlation, or auto: the best of a few for --target-epsilon."),
+    typer.Option(
+        help="Number of bands of --correlation, or auto: of a few numbers, the one with the least noise at "
+        "--target-epsilon."
+    ),
 ]
 Momentum = Annotated[
     float | None,
     typer.Option(
-        help="Optimise the weights of --correlation for SGD with this momentum; 0 for prefix sums. Left out, they are "
+        help="Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Left out, they are "
         "the default ones."
     ),
 ]

@@ -8,6 +8,7 @@ from dataclasses import Field, fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
+from rich.markup import escape
 
 from dpshard.applications.cli.settings import RECIPES, TrainSettings
 
@@ -53,7 +54,7 @@ def _option(setting: Field[Any], hint: Any, recipes: Mapping[str, Mapping[str, A
     listed = f"One of {', '.join(choices)}. " if choices else ""
     return typer.Option(
         "--" + setting.name.replace("_", "-"),  # without --no-...: flags are off by default
-        help=f"{setting.metadata['help']} {listed}[dim]\\[{'; '.join(notes)}][/]",
+        help=f"{escape(setting.metadata['help'])} {listed}[dim]\\[{'; '.join(notes)}][/]",
         metavar="NAME" if choices else setting.metadata.get("metavar"),
         rich_help_panel=setting.metadata["panel"],
     )

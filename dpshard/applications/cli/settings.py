@@ -113,7 +113,9 @@ class TrainSettings:
         3.0, "Privacy budget epsilon of the whole run (natural-log units); the noise is calibrated to it."
     )
     noise_multiplier: float | None = _privacy(
-        None, "Noise sigma: standard deviation over max_grad_norm, unitless; instead of --target-epsilon."
+        None,
+        "Noise sigma: standard deviation over the sensitivity, unitless; instead of --target-epsilon. The sensitivity "
+        "is max_grad_norm, or more if many steps are one release (--sampling fixed-order, --correlation).",
     )
     target_delta: float = _privacy(1e-5, "Delta of the guarantee, a probability well below 1/(samples).")
     max_grad_norm: float = _privacy(1.0, "L2 norm to which the gradient of every sample is clipped.")
@@ -133,24 +135,29 @@ class TrainSettings:
     )
     sampling: SamplingName = _privacy(
         "poisson",
-        "How batches are drawn: poisson; balls-in-bins, every sample in one random step of each epoch; fixed-order, "
-        "every sample once an epoch in one order; or cyclic-poisson, with --correlation band-mf.",
+        "Who is in a batch. poisson: each sample by a coin. balls-in-bins: each once an epoch, in a random step. "
+        "fixed-order: each once an epoch, in one order. cyclic-poisson: by coins, but groups of samples take turns; "
+        "needs --correlation band-mf.",
     )
     correlation: Literal["none", "banded-inverse", "band-mf"] = _privacy(
-        "none", "Noise that partly cancels over the steps, with --bands; for fixed-order or cyclic-poisson."
+        "none",
+        "Noise that partly cancels over the steps, so the model has less of it. Needs --bands, and another --sampling "
+        "than poisson; of cyclic-poisson, band-mf. dpshard account says whether it pays.",
     )
     bands: str | None = _privacy(
         None,
-        "Number of bands of --correlation, or auto: the best of a few for --target-epsilon. The run folder keeps the "
-        "number that was chosen.",
+        "Number of bands of --correlation, or auto: of a few numbers, the one with the least noise at "
+        "--target-epsilon. The run folder keeps it.",
     )
     correlation_momentum: float | None = _privacy(
-        None, "Optimise the weights of --correlation for SGD with this momentum; 0 for prefix sums."
+        None,
+        "Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Left out, they are the "
+        "default ones.",
     )
     buffers: bool = _privacy(
         False,
-        "With band-mf, keep the noise of the last bands - 1 steps in memory, one vector as large as the model each; by "
-        "default it is drawn again, which takes longer at every step.",
+        "With band-mf, keep the noise of the last bands - 1 steps: a vector for each, as large as the trained "
+        "parameters. By default noise is drawn again, without memory, and step t takes t draws.",
     )
     secure_mode: bool = _privacy(
         False, "Draw the noise on the CPU for every device, from a cryptographic stream: its last bits reveal nothing."
@@ -167,7 +174,7 @@ class TrainSettings:
     )
     batch_size: int | None = _training(
         650,
-        "Expected logical batch in samples, drawn by Poisson sampling; large ones suit privacy. For your own data: "
+        "Expected logical batch in samples; large ones suit privacy. For your own data: "
         "256, or half of the samples if they are few.",
     )
     epochs: float | None = _training(30.0, "Length of the run in expected passes over the samples.")
