@@ -324,7 +324,7 @@ def noise(threads: Threads = 2, out: Out = results_files.FOLDER, tiny: Tiny = Fa
 @app.command()
 def correlated(
     train: Annotated[
-        bool, typer.Option("--train", help="Train digits and a language model with it and without it: an hour.")
+        bool, typer.Option("--train", help="Train digits and a language model: a quarter of an hour of one core.")
     ] = False,
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,

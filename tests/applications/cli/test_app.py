@@ -44,6 +44,10 @@ def test_help_names_every_option_of_train(dpshard):
         assert option in output
 
 
+def test_help_keeps_brackets(dpshard):
+    assert "[female, male]" in " ".join(dpshard("train", "--help").stdout.replace("│", " ").split())
+
+
 def test_help_does_not_wait_for_torch():
     code = (
         "import sys; from dpshard.applications.cli import app; "
