@@ -56,6 +56,15 @@ def rarely_above(epsilon: float) -> float:
     return epsilon - math.log1p(-1 / RARELY)
 
 
+def mostly_below(pairs: Sequence[Pair], exception: float = 0.05) -> float:
+    """Return a privacy loss that a result exceeds with a probability of at most `exception`.
+
+    The least epsilon - ln(1 - delta / exception) of the pairs: Markov's inequality, as in
+    [Note: Belief has a rarer bound]. It is infinite if every delta is at least `exception`.
+    """
+    return min((e - math.log1p(-delta / exception) for e, delta in pairs if delta < exception), default=math.inf)
+
+
 def belief(loss: float, prior: float = 0.5) -> float:
     """Return the belief that a record is present after a result of privacy `loss`, from the belief `prior` before.
 

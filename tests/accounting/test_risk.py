@@ -6,7 +6,7 @@ import pytest
 from scipy.stats import norm
 
 from dpshard.accounting import Release, compute_epsilon, epsilon_of
-from dpshard.accounting.risk import Pair, belief, found_records, profile, rarely_above, right_guesses
+from dpshard.accounting.risk import Pair, belief, found_records, mostly_below, profile, rarely_above, right_guesses
 
 
 @pytest.mark.parametrize("epsilon", [0.1, 1.0, 3.0, 8.0])
@@ -72,3 +72,14 @@ def test_a_loss_is_rarely_above_epsilon_but_more_often_than_delta(sigma, delta):
 
     assert delta < above(epsilon)  # so epsilon itself bounds no belief with this exception
     assert above(rarely_above(epsilon)) < 10 * delta
+
+
+@pytest.mark.parametrize("sigma", [0.5, 1.0, 4.0])
+def test_a_loss_is_mostly_below(sigma):
+    """Against the normal loss of the Gaussian mechanism; one pair (epsilon, 0) is epsilon itself."""
+    counts = ((Release(noise_multiplier=sigma, sampling_probability=1.0, sample_size=100), 1),)
+    bound = mostly_below(profile(lambda delta: epsilon_of(counts, delta, "pld")))
+    exact = 0.5 / sigma**2 + norm.isf(0.05) / sigma
+    assert exact <= bound < epsilon_of(counts, 1e-4, "pld")
+    assert mostly_below([Pair(2.0, 0.0)]) == 2.0
+    assert mostly_below([Pair(2.0, 0.05)]) == math.inf

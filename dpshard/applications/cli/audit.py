@@ -11,7 +11,7 @@ import typer
 from rich.panel import Panel
 from rich.table import Table
 
-from dpshard.applications.cli import console
+from dpshard.applications.cli import console, provenance
 from dpshard.applications.cli.options import with_options
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.applications.cli.settings import TrainSettings
@@ -106,7 +106,8 @@ def command(
         figures = _attack(settings, plan, ranks)
         _print(figures)
         if target is not None:
-            ranks.on_first(lambda: write_json(target, figures))
+            told = provenance.author() if target == (folder and folder.audit) else {}
+            ranks.on_first(lambda: write_json(target, figures | told))
         if any(attack.refuted for attack in attacks(figures)):
             raise typer.Exit(REFUTED)
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpshard.applications.cli import console, plots, texts
-from dpshard.applications.cli.audit import Attack, attacks
+from dpshard.applications.cli import console, plots, provenance, texts
+from dpshard.applications.cli.audit import attacks
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import RunFolderError
 
@@ -71,25 +72,32 @@ def render(folder: RunFolder, *, public: bool = False, by: str | None = None, sa
     with intact(folder.metrics, "restore it from a copy"):
         spent = report_page.spent(rows)
         pictures = plots.svgs([{"step": 0, "epsilon": 0.0}, *rows], settings.target_epsilon)
-    found = None if public else _attacks(folder)
+    audit = {} if public else _audit(folder)
     with intact(written, f"remove it and {folder.report.name}, and {resume} writes them again"):
         report = _read(written)
         facts = report_page.facts(folder, report, say, settings, by, public=public)
+        found = attacks(audit) or None
         if not public:
-            facts.append(report_page.tested(found, say))
+            facts.append(report_page.tested(found, audit, say))
         context = report_page.context(report, say, settings, public=public)
+        resumed = len(provenance.read(folder).get("starts", ())) > 1
+        actions = report_page.actions(report, say, resumed=resumed, public=public)
         run = {"folder": folder.path.resolve().name, "settings": quoted, "facts": facts, "attacks": found}
+        run |= {"actions": actions}
         return report_page.fill(say, **context, **run, spent=spent, pictures=pictures)
 
 
-def _attacks(folder: RunFolder) -> list[Attack] | None:
+def _audit(folder: RunFolder) -> dict[str, Any]:
+    """Return the content of audit.json, {} without one; raise RunFolderError if it is damaged."""
     if not folder.audit.exists():
-        return None
+        return {}
     with intact(folder.audit, f"dpshard audit {folder.path} writes it again"):
-        found = attacks(_read(folder.audit))
-        if not found:
+        found = _read(folder.audit)
+        if not attacks(found):
             raise ValueError("it holds no attack")
-    return found
+        if "at" in found:
+            datetime.fromisoformat(found["at"])
+        return found
 
 
 def _read(path: Path) -> dict[str, Any]:

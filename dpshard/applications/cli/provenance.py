@@ -38,8 +38,13 @@ def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: b
             f"{settings.data or settings.task} has changed since the run started (fingerprint {str(before)[:12]}, now "
             f"{str(found)[:12]}): a resumed run trains on the same data. Restore them, or start a new run."
         )
-    start = {"at": _now(), "by": _user(), "code": commit(Path.cwd()), "python": platform.python_version()}
+    start = author() | {"code": commit(Path.cwd()), "python": platform.python_version()}
     write_json(folder.provenance, {**told, "data": before or found, "starts": [*told.get("starts", []), start]})
+
+
+def author() -> dict[str, Any]:
+    """Return the time, "at", and the login name, "by"; None without one."""
+    return {"at": _now(), "by": _user()}
 
 
 def conclude(folder: RunFolder) -> None:

@@ -3,6 +3,7 @@
 import hashlib
 import html
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import yaml
 from typer.testing import CliRunner
 
+from dpshard.accounting import rounded_up
 from dpshard.applications.cli import app, pdf, report_page, texts
 from dpshard.errors import ConfigurationError
 from tests.applications.cli.conftest import QUICK, no_pictures
@@ -30,7 +32,8 @@ def run(tmp_path_factory):
     assert result.exit_code == 0, result.output
     found = {"noise_multiplier": 1.0, "trials": 40, "steps": 1, "lower_bound": 0.5, "accounted": 4.0}
     found |= {"confidence": 0.95, "delta": 1e-5, "refuted": False}
-    (folder / "audit.json").write_text(json.dumps({"step": found, "noise": found}))
+    told = {"at": "2026-11-24T23:59:00+00:00", "by": "Eve"}
+    (folder / "audit.json").write_text(json.dumps({"step": found, "noise": found} | told))
     return folder
 
 
@@ -82,23 +85,36 @@ def page_one(page):
 QUESTIONS = {
     "Which file is this about?": r"model\.pt, SHA-256 {model}",
     "Is a person protected, or a record?": "One record: one handwritten digit, one of 1,258",
-    "Is that strong?": r"Privacy loss ε = [\d.]+: (strong|reasonable|weak) protection\. Smaller is stronger",
+    "What if one person has two rows?": r"several rows \(or other records\), read ε times their number \(two rows: ",
+    "Is that strong?": r"Privacy loss ε = [\d.]+: (strong|reasonable|weak) protection\. The smaller the number",
+    "Who made the scale?": "Scale: Ponomareva et al. 2023, How to DP-fy ML",
+    "What is the exception?": r"Exception δ = 0\.00001 \(1 in 100,000\): for each record",
     "What is the worst for one person?": r"Belief afterwards: 50% \(1 to 1\) [\d.]+% \([\d.,]+ to 1\)",
-    "Can it fail?": r"exception: with a probability of at most 0\.0001 \(1 in 10,000, ten times δ\)",
+    "And if it was hardly suspected?": r"10% only\. Belief afterwards: 10% \(1 to 9\) [\d.]+% \(1 to [\d.]+\)",
+    "How often is it so bad?": r"In at least 95 of 100 trainings, a belief of 50% becomes at most [\d.]+%, and one",
+    "Can it fail?": r"exception, for each record: with a probability of at most 0\.0001 \(1 in 10,000, ten times δ\)",
+    "How many are concerned?": r"Among 1,258 records, that is at most 0\.2 on average",
     "Against whom?": "This attacker knows all other records, the whole method and the finished model",
     "Does it wear off with use?": "however often the model is used",
     "What may we publish?": r"Only model\.pt is covered, and may be given away",
-    "Which data, and how do I check that?": r"1,258 records for training, 539 held out Data fingerprint SHA-256 {data}",
+    "Which data, and how do I check that?": r"1,258 records for training; .* Data fingerprint SHA-256 {data}",
+    "What are the other held-out records for?": r"359 for the final test, 180 to watch the training \(nothing was",
     "Who did it, when, and with what?": r"Jane Doe When \(UTC\) \d{{4}}-\d\d-\d\d .* dpshard \d\.\d\.\d, torch",
-    "Did somebody try to break it?": "attacks were tried; none found more than is promised here",
+    "Did somebody try to break it?": r"2 attacks of dpshard audit .*, by Eve on 2026-11-24: none proved more",
+    "What are the attacks worth?": "This finds faults of the program; it proves no protection",
     "Were trials counted?": "Each one, trials included, costs privacy of its own",
+    "Are there other models?": "This report knows of this run only",
+    "Was something learned before?": "As far as this run knows: none",
     "Is the model anonymous by law?": "Judgements of law, such as whether the model is personal data",
     "How good is the model?": r"How good it is [\d.]+% right",
     "How do I check a file?": "compute its SHA-256: sha256sum FILE prints it",
-    "How do I check the figure?": "To check ε, run the command for it in the technical part",
+    "With what do I compare it?": r'Compare it with "Model file" and "Data fingerprint" in the table "Who trained what',
+    "How do I check the figure?": r"run the command dpshard account .* It must print ε = {epsilon}\.",
     "What if the run folder leaks?": "treat it as a leak of the data",
     "What if we train again?": "add its ε and its δ to those of this one",
-    "What if a person withdraws?": "the table above bounds what the model tells of a record",
+    "What if a person withdraws?": r'does not forget the record\. The table "What may an attacker find out about one',
+    "May I pass this on?": "Do not pass this report on",
+    "Where do I sign, and what do the words mean?": "At the end: Words .* Signatures and purpose",
     "What if a check fails?": "do not use the model until that is explained",
 }
 
@@ -107,8 +123,24 @@ def test_page_one_answers_who_knows_nothing_of_privacy(dpshard, run):
     said = page_one(written(dpshard, run, "--by", "Jane Doe"))
     model = hashlib.sha256((run / "model.pt").read_bytes()).hexdigest()
     data = json.loads((run / "provenance.json").read_text())["data"]
+    epsilon = rounded_up(json.loads((run / "report.json").read_text())["privacy"]["epsilon"])
     for question, answer in QUESTIONS.items():
-        assert re.search(answer.format(model=model, data=data), said), f"{question}\n{said}"
+        assert re.search(answer.format(model=model, data=data, epsilon=epsilon), said), f"{question}\n{said}"
+
+
+def test_the_command_prints_the_epsilon_that_page_one_names(dpshard, run):
+    page = html.unescape(written(dpshard, run))
+    [command] = re.findall(r"^dpshard (account .*)$", page, re.MULTILINE)
+    [epsilon] = re.findall(r"It must print ε = ([\d.]+)\.", page)
+    assert epsilon in dpshard(*command.split()).stdout
+
+
+def test_a_resumed_run_may_print_less(dpshard, run, tmp_path):
+    folder = shutil.copytree(run, tmp_path / "run")
+    told = json.loads((folder / "provenance.json").read_text())
+    told["starts"] *= 2
+    (folder / "provenance.json").write_text(json.dumps(told))
+    assert "or less if steps were repeated: this run was resumed" in page_one(written(dpshard, folder))
 
 
 def test_figures_of_page_one_are_rounded_against_us():
@@ -117,10 +149,50 @@ def test_figures_of_page_one_are_rounded_against_us():
     odds = report_page._odds(privacy, say)
     # (e + 0.01) / (1 + e) = 0.7338; e * 0.01 + 0.01 = 0.0372; 10/9 e^3 = 22.32, 1 / (1 + 9/10 e^-3) = 0.95712
     assert (odds["guess"], odds["found"]) == ("74 of 100", "4 of 100")
-    assert odds["after"] == "95.8% (22.4 to 1)"
-    assert odds["one_in"] == "10,000"
+    assert odds["half"] == "95.8% (22.4 to 1)"
+    # 22.32 / 9 = 2.4799, 2.4799 / 3.4799 = 0.71263
+    assert odds["tenth"] == "71.3% (2.5 to 1)"
+    # The least of 1 - ln(1 - 0.01 / 0.05) = 1.22314 and 3 - ln(1 - 1e-5 / 0.05): odds of 3.39785
+    assert odds["usual"] == {"half": "77.3%", "tenth": "27.5%"}
+    assert (odds["one_in"], odds["delta_one_in"], odds["expected"]) == ("10,000", "100,000", "0.1")
     assert not odds["large_delta"]
     assert report_page._odds(privacy | {"delta": 1e-3}, say)["large_delta"]
+
+
+@pytest.mark.parametrize(
+    ("odds", "shown"),
+    [(1, "50.0% (1.0 to 1)"), (9, "90.0% (9.0 to 1)"), (0.55, "35.5% (1 to 1.8)"), (1e20, "100.0% (1.0e+20 to 1)")],
+)
+def test_odds_for_and_against(odds, shown):
+    assert report_page._belief(math.log(odds), 0.5, texts.english()) == shown
+    assert report_page._belief(math.log(9 * odds), 0.1, texts.english()) == shown
+
+
+def test_two_records_of_a_person():
+    # delta (1 + e^3) = 2.1086e-4; e^30 delta is beyond 1
+    told = report_page._several_records({"epsilon": 3.0, "delta": 1e-5})
+    assert told == {"once": "3", "twice": "6", "delta": "0.00001", "deltas": "0.00022"}
+    assert report_page._several_records({"epsilon": 30.0, "delta": 1e-5})["deltas"] == "1"
+
+
+@pytest.mark.parametrize(
+    ("finished", "shown"),
+    [("22:11:40", "2026-11-24 22:11, 35 seconds"), ("22:13:00", "2026-11-24 22:11 to 2026-11-24 22:13")],
+)
+def test_one_time_is_not_printed_twice(finished, shown):
+    assert report_page._span("2026-11-24T22:11:05+00:00", f"2026-11-24T{finished}+00:00", texts.english()) == shown
+
+
+def test_units_are_named_and_counted(dpshard, tmp_path):
+    file, folder = tmp_path / "visits.csv", tmp_path / "run"
+    file.write_text("\n".join(["patient,a,label", *(f"p{i % 20},{i % 7},{i % 2}" for i in range(60))]))
+    options = "--group-column patient --rows-per-unit 2 --steps 2 --batch-size 4 --noise-multiplier 5".split()
+    dpshard("train", "--data", file, *options, "--statistics-noise", 9, "--out", folder)
+    said = page_one(written(dpshard, folder))
+    assert "All records of one unit together: one patient, up to 2 rows in a step, one of 14 units" in said
+    assert "Of a unit with more than 2 records, a step uses 2" in said
+    assert "14 units for training, with all their records; held out: 12" in said
+    assert "As far as this run knows: bounds of columns" in said
 
 
 @pytest.mark.parametrize(
@@ -142,6 +214,7 @@ def test_what_identifies_stays_out_of_a_public_page(dpshard, run):
     for secret in ("jdoe7", told["data"], texts.english()("fact.score")):
         assert secret in whole
         assert secret not in public
+    assert 'Compare it with "Model file" in the table' in page_one(public)
     assert "Jane Doe" in written(dpshard, folder, "--public", "--by", "Jane Doe", name="report-public.html")
 
 
@@ -162,6 +235,7 @@ def test_a_run_from_before_has_a_page_too(dpshard, run, tmp_path):
     text = spoken(written(dpshard, folder))
     assert "the run recorded no privacy profile" in text
     assert "When (UTC) not recorded" in text
+    assert "Code not recorded How" in text
 
 
 @pytest.mark.parametrize("content", [b"[]", b"\xff", b'{"starts": [{}]}', b'{"finished": 3}'])
@@ -235,7 +309,7 @@ def test_another_catalogue_translates_every_word(dpshard, run, tmp_path):
     assert '<html lang="xx">' in page
     left = set(re.findall(r"[^\W\d_]{2,}", spoken(page)))
     data = set(
-        "digits mlp finished one handwritten digit Jane pld dpshard torch python cpu root commit changes".split()
+        "digits mlp finished one handwritten digit Jane Eve pld dpshard torch python cpu root commit changes".split()
     )
     settings = {"automatic", "all", "layer", "replace", "special", "min"}
     digests = {word for word in left if re.fullmatch(r"[a-f]+", word)}
