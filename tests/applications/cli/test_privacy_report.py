@@ -140,6 +140,7 @@ def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
     figures = json.loads((folder / "audit.json").read_text())
     text = Page(written(dpshard, folder)).text
     assert "No attack was tried" not in text
+    assert f"by {figures['by'] or 'not recorded'} on {figures['at'][:10]}: none proved more" in text
     assert "50 gradient canaries in 6 steps" in text
     assert "32 trials of 2 steps (Poisson samples, 1 of 2)" in text
     assert f"{figures['sampling']['accounted']:.2f}"[:-1] in text
