@@ -91,7 +91,7 @@ QUESTIONS = {
     "What is the exception?": r"Exception δ = 0\.00001 \(1 in 100,000\): for each record",
     "What is the worst for one person?": r"Belief afterwards: 50% \(1 to 1\) [\d.]+% \([\d.,]+ to 1\)",
     "And if it was hardly suspected?": r"10% only\. Belief afterwards: 10% \(1 to 9\) [\d.]+% \(1 to [\d.]+\)",
-    "How often is it so bad?": r"For any one record, in at least 95 of 100 trainings, a belief of 50% becomes at most [\d.]+%",
+    "How often is it so bad?": r"For any one record, in at least 95 of 100 trainings, a belief of 50% becomes",
     "Can it fail?": r"exception, for each record: with a probability of at most 0\.0001 \(1 in 10,000, ten times δ\)",
     "How many are concerned?": r"Among 1,258 records, that is at most 0\.2 on average",
     "Against whom?": "This attacker knows all other records, the whole method and the finished model",
