@@ -179,7 +179,7 @@ def facts(
     weights = provenance.weights_digest(folder, report.get("model_sha256"))
     rows = [
         ("fact.by", by or ("" if public else _several(users)) or unknown),
-        ("fact.when", _span(starts[0]["at"], told["finished"], say) if "finished" in told else unknown),
+        ("fact.when", _span(starts[0]["at"], told["finished"], say, public=public) if "finished" in told else unknown),
         ("fact.data", _records(report["samples"], name, say, settings, public=public)),
         ("fact.fingerprint", _fingerprint(told["data"], settings, say) if told.get("data") else unknown),
         ("fact.weights", say("weights.file", digest=weights) if weights else unknown),
@@ -211,12 +211,18 @@ def _code(commits: Sequence[str], say: Texts) -> str:
     return say("code.commit", commit=_several(commits)) if commits else say("code.none")
 
 
-def _span(started: str, finished: str, say: Texts) -> str:
-    """Return both times, or within a minute one of them and the seconds."""
+def _span(started: str, finished: str, say: Texts, *, public: bool) -> str:
+    """Return both times, or within a minute one of them and the seconds.
+
+    Without seconds, if `public`: they tell of the sizes of batches, which must stay secret.
+    """
+    first, last = _minute(started), _minute(finished)
+    if public:
+        return first if first == last else say("span", started=first, finished=last)
     seconds = (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()
     if 0 <= seconds <= 60:
-        return say("span.short", started=_minute(started), seconds=f"{max(1, round(seconds))}")
-    return say("span", started=_minute(started), finished=_minute(finished))
+        return say("span.short", started=first, seconds=f"{max(1, round(seconds))}")
+    return say("span", started=first, finished=last)
 
 
 def actions(report: Mapping[str, Any], say: Texts, *, resumed: bool, public: bool) -> list[str]:

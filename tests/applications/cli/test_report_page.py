@@ -176,11 +176,21 @@ def test_two_records_of_a_person():
 
 
 @pytest.mark.parametrize(
-    ("finished", "shown"),
-    [("22:11:40", "2026-11-24 22:11, 35 seconds"), ("22:13:00", "2026-11-24 22:11 to 2026-11-24 22:13")],
+    ("finished", "public", "shown"),
+    [
+        ("22:11:40", False, "2026-11-24 22:11, 35 seconds"),
+        ("22:13:00", False, "2026-11-24 22:11 to 2026-11-24 22:13"),
+        ("22:11:40", True, "2026-11-24 22:11"),
+        ("22:12:01", True, "2026-11-24 22:11 to 2026-11-24 22:12"),
+    ],
 )
-def test_one_time_is_not_printed_twice(finished, shown):
-    assert report_page._span("2026-11-24T22:11:05+00:00", f"2026-11-24T{finished}+00:00", texts.english()) == shown
+def test_one_time_is_not_printed_twice(finished, public, shown):
+    started, finished = "2026-11-24T22:11:05+00:00", f"2026-11-24T{finished}+00:00"
+    assert report_page._span(started, finished, texts.english(), public=public) == shown
+
+
+def test_a_run_outside_of_a_repository_says_so():
+    assert "the folder was no git checkout" in report_page._code([], texts.english())
 
 
 def test_units_are_named_and_counted(dpshard, tmp_path):
