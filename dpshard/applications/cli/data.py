@@ -14,7 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
-from dpshard.errors import DataError
+from dpshard.errors import ConfigurationError, DataError
 from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
@@ -87,6 +87,8 @@ def load(settings: TrainSettings, agree: Callable[[Callable[[], Any]], Any] = la
         from dpshard.applications.cli import files
 
         data = files.load(settings, agree)
+    if settings.class_weights is not None and data.objective is None:
+        raise ConfigurationError("class_weights are for tables of columns, not for texts and images: leave them out.")
     if size(data.train) == 0:
         raise DataError("The data set is empty: there is no sample to train on.")
     return data

@@ -153,9 +153,12 @@ def _why(error: Exception) -> str:
 
 
 def _csv_rows(file: Any, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
-    reader = csv.DictReader(file, restkey="", restval=None, delimiter=delimiter)
+    reader = csv.DictReader(file, delimiter=delimiter)
+    names = [name.strip() for name in reader.fieldnames or ()]
+    if "" in names or len(set(names)) < len(names):
+        raise ValueError("line 1: every column needs a name of its own (pandas writes an index without one)")
     for row in reader:
-        if None in row.values() or "" in row:
+        if None in row.values() or None in row:
             raise ValueError(f"line {reader.line_num}: the number of columns differs from the header")
         yield reader.line_num, row
 

@@ -33,7 +33,7 @@ from dpshard.applications.tabular import (
     private_statistics,
 )
 from dpshard.applications.tabular.columns import cell_name
-from dpshard.applications.tabular.encoding import numbers_of
+from dpshard.applications.tabular.encoding import listed, numbers_of
 from dpshard.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) 
     missing = repr(text) if named else f"{text!r} or {label!r}"
     semicolons = " Are its columns separated by semicolons? Write commas." if ";" in frame.columns[0] else ""
     raise DataError(
-        f"{source} has no column {missing}, but {', '.join(map(repr, frame.columns))}: name the columns with "
+        f"{source} has no column {missing}, but {listed(frame)}: name the columns with "
         f"--text-column and --label-column.{semicolons}"
     )
 
@@ -190,9 +190,13 @@ def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> f
     if settings.statistics_noise is not None:
         return settings.statistics_noise
     if settings.statistics_share is None or settings.target_epsilon is None:
+        unknown = (
+            f"These columns have no public bounds: {', '.join(unbounded) or 'the label'}. Name bounds in --columns"
+        )
+        if settings.class_weights == BALANCED and not unbounded:
+            unknown = "Balanced weights need private counts of the classes. Name weights by --class-weights"
         raise ConfigurationError(
-            f"These columns have no public bounds: {', '.join(unbounded) or 'the label'}. Name bounds in --columns, or "
-            f"give --target-epsilon with --statistics-share, or --statistics-noise, for private ones."
+            f"{unknown}, or give --target-epsilon with --statistics-share, or --statistics-noise, for private ones."
         )
     budget = {"target_epsilon": settings.target_epsilon, "target_delta": settings.target_delta}
     return noise_for(settings.statistics_share, samples=samples, **budget)
@@ -242,9 +246,7 @@ def class_numbers(labels: Sequence[Any]) -> tuple[Tensor, int]:
 def _groups(frame: DataFrame, column: str, source: str) -> list[Any]:
     """Return the unit of every row."""
     if column not in frame.columns:
-        raise DataError(
-            f"{source} has no column {column!r}, but {', '.join(map(repr, frame.columns))}: see --group-column."
-        )
+        raise DataError(f"{source} has no column {column!r}, but {listed(frame)}: see --group-column.")
     cells = [cell.strip() if isinstance(cell, str) else cell for cell in _complete(frame, column, source)]
     for place, cell in zip(frame.index, cells, strict=True):
         if type(cell) not in (str, int) or cell == "" or type(cell) is not type(cells[0]):

@@ -45,6 +45,7 @@ from dpshard.accounting.releases import Counts, Release
 from dpshard.applications.cli import provenance
 from dpshard.applications.cli.data import Data, Kind, load, size
 from dpshard.applications.cli.fitting import fit
+from dpshard.applications.cli.formats import BALANCED
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically, write_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.config import BatchSchedule
@@ -100,6 +101,11 @@ def plan(
         raise ConfigurationError(f"--search {fixed[0]}: all trials share this setting.")
     combined = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
     settings = [resolve(base, own) for own in combined]
+    if len({own.class_weights == BALANCED for own in settings}) > 1:
+        raise ConfigurationError(
+            "--search class-weights: 'balanced' costs a release that public weights do not. Give it to all trials by "
+            "--class-weights balanced, or search public weights."
+        )
     first = settings[0]
     if (
         first.target_epsilon is None

@@ -8,6 +8,7 @@ number in a column of numbers, no day in one of dates) are missing, and nothing 
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -44,12 +45,16 @@ class Encoder:
         """
         own = [str(name) for name in frame.columns]
         if unknown := [name for name in given if name not in own]:
-            raise DataError(
-                f"The table has no column {', '.join(map(repr, unknown))}, but {', '.join(map(repr, own))}."
-            )
+            raise DataError(f"The table has no column {', '.join(map(repr, unknown))}, but {listed(frame)}.")
         if len(set(own)) < len(own):
             raise DataError("Two columns of the table have one name: rename one.")
         facts = {n: given[n] if n in given else Column(_kind(frame.iloc[:, i])) for i, n in enumerate(own)}
+        for name, column in facts.items():
+            if name not in given and column.kind == "category" and _is_foreign(frame[name]):
+                raise DataError(
+                    f"Most cells of column {name!r} look like numbers or days of another format: write 3.5 for 3,5, "
+                    f"and 2026-01-31 for a day, or say {name}: category in columns."
+                )
         for name, column in given.items():
             if column.kind in ("number", "date") and _fits_nowhere(frame[name], column.kind):
                 raise DataError(
@@ -109,6 +114,17 @@ class Encoder:
         return torch.from_numpy(np.concatenate(features, axis=1, dtype=np.float32))
 
 
+def listed(frame: DataFrame) -> str:
+    """Return the names of the columns for an error, unless they look like cells: a file may have no header."""
+    names = [str(name) for name in frame.columns]
+    parts = [part for name in names for part in re.split(r"[;|\t]", name)]  # of another separator
+    series = _pandas().Series(parts, dtype=object)
+    values = np.isfinite(_numbers(series, "number")) | np.isfinite(_numbers(series, "date"))
+    if values.any() or any((frame.iloc[:, i].astype(str) == name).any() for i, name in enumerate(names)):
+        return "names that look like cells of a row (does the first line name the columns?)"
+    return ", ".join(map(repr, names))
+
+
 def numbers_of(cells: Any) -> NDArray[np.float64]:
     """Return cells as numbers, NaN where they are none."""
     return _numbers(cells, "number")
@@ -135,6 +151,11 @@ def _kind(cells: Any) -> Kind:
 
 def _fits_nowhere(cells: Any, kind: Kind) -> bool:
     return bool(_present(cells).any()) and not np.isfinite(_numbers(cells, kind)).any()
+
+
+def _is_foreign(cells: Any) -> bool:
+    found = cells.astype(str).str.strip().str.fullmatch(r"[+-]?\d+,\d+|\d{1,2}[./]\d{1,2}[./]\d{2,4}")
+    return 2 * int(found.sum()) > _present(cells).sum()
 
 
 def _present(cells: Any) -> NDArray[np.bool_]:

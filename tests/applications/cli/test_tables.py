@@ -299,6 +299,56 @@ def test_tables_that_cannot_be_learnt_are_refused_without_a_cell(tmp_path, chang
     assert "13.01" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"pressure": [f"{i % 40},5" for i in range(60)]}, "'pressure' look like numbers"),
+        ({"visit": [f"{1 + i % 28}.01.2020" for i in range(60)]}, "'visit' look like numbers"),
+    ],
+)
+def test_numbers_of_another_format_are_no_categories_by_accident(tmp_path, change, said):
+    source = written(tmp_path, patients().assign(**change), columns={}) | {"feature_scale": 200}
+    with pytest.raises(DpshardError, match=said):
+        load(resolve(source))
+    (column,) = change
+    source = written(tmp_path, patients().assign(**change), columns={column: "category"}) | {"feature_scale": 200}
+    assert load(resolve(source)).fitted.encoder.columns[column].kind == "category"
+
+
+@pytest.mark.parametrize("separator", [",", ";", "\t"])
+@pytest.mark.parametrize("option", [{}, {"group_column": "patient"}, {"drop": "ward"}])
+@pytest.mark.parametrize("cells", [["Ann", "Oslo", "yes"], ["Ann", "1950-03-02", "17.5"], ["Ann", "7", "f"]])
+def test_no_error_shows_the_first_row_of_a_file_without_a_header(tmp_path, separator, option, cells):
+    path = tmp_path / "x.csv"
+    path.write_text("".join(separator.join(row) + "\n" for row in [cells, ["Bob", "Rome", cells[2]]] * 3))
+    for label in ("outcome", cells[2]):
+        with pytest.raises(DpshardError) as error:
+            load(resolve({"data": str(path), "label_column": label, "feature_scale": 1} | option))
+        assert not [
+            cell for cell in cells[:2] if f"{cell}{separator}" in str(error.value) or repr(cell) in str(error.value)
+        ]
+
+
+@pytest.mark.parametrize("header", ["age,age,label", ",age,label", "age, age,label"])
+def test_columns_without_a_name_of_their_own_are_refused(tmp_path, header):
+    (tmp_path / "x.csv").write_text(f"{header}\n1,2,yes\n3,4,no\n")
+    with pytest.raises(DpshardError, match="line 1: every column needs a name"):
+        load(resolve({"data": str(tmp_path / "x.csv"), "feature_scale": 1}))
+
+
+def test_weights_of_texts_are_refused(tmp_path):
+    (tmp_path / "x.csv").write_text("text,label\n" + "a,yes\nb,no\n" * 20)
+    for weights in ("balanced", "yes=3"):
+        with pytest.raises(ConfigurationError, match="not for texts"):
+            load(resolve({"data": str(tmp_path / "x.csv"), "class_weights": weights, "target_epsilon": 3}))
+
+
+def test_balanced_weights_without_a_budget_are_explained(tmp_path):
+    source = written(tmp_path, patients(), columns=COLUMNS | {"pressure": [0, 300]})
+    with pytest.raises(ConfigurationError, match="private counts"):
+        load(resolve(source | {"class_weights": "balanced", "noise_multiplier": 1.0}))
+
+
 def test_semicolons_are_guessed(tmp_path):
     settings = written(tmp_path, patients())
     path = tmp_path / "x.csv"

@@ -92,6 +92,13 @@ def test_the_budget_is_that_of_the_whole_search():
     assert {c["target_epsilon"] for c in plan.candidates} == {None}
 
 
+@pytest.mark.parametrize("weights", [["yes=5", "balanced"], ["balanced", "yes=5"]])
+def test_candidates_with_private_counts_and_without_are_refused(weights):
+    """The bound would miss the counts, or the account of a trial would not fit, at the end of the search."""
+    with pytest.raises(ConfigurationError, match="balanced"):
+        tuning.plan({"data": "x.csv", "target_epsilon": 3.0}, {"class_weights": weights}, **QUIET)
+
+
 def test_a_private_score_is_a_candidate_of_the_bound():
     public = tuning.plan(BASE, {"learning_rate": [0.1, 0.5]}, **QUIET)
     private = tuning.plan(BASE, {"learning_rate": [0.1, 0.5]}, **(QUIET | {"private_validation": True}))
