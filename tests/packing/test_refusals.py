@@ -19,8 +19,8 @@ from dpshard.errors import (
     VerificationError,
 )
 from dpshard.losses import packed_cross_entropy
-from tests.oracle import noise_free_engine
-from tests.packing.models import PACKING, D, LanguageModel, T, U, V, documents, inputs, step
+from tests.oracle import gradients_of, noise_free_engine, norm
+from tests.packing.models import PACKING, D, LanguageModel, T, U, V, documents, inputs, step, unit_losses
 
 pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches", "ignore:noise_multiplier=0")
 
@@ -142,6 +142,32 @@ def test_a_mean_over_drawn_tokens_is_caught():
             with pytest.raises(VerificationError, match="divided by the number of tokens, or of units"):
                 engine.verify(ids, positions, unit_ids, loss_fn=loss, targets=targets)
     engine.detach()
+
+
+def test_a_token_mean_of_the_loop_counts_a_document_several_times():
+    """docs/units.md has the figure. The engine sees gradients of such a loss, in which its divisor is a constant."""
+
+    def total(docs, threshold, loss):
+        model = LanguageModel()
+        engine = noise_free_engine(model, batch_size=len(docs), sample_size=len(docs), max_grad_norm=threshold)
+        for logical_batch in engine.batches(docs, 24, packing=Packing(rows=2, tokens=64), steps=1):
+            for batch in logical_batch:
+                loss(model(*inputs(batch)), batch).backward()
+            engine.privatize()
+        engine.detach()
+        return {name: len(docs) * grad for name, grad in gradients_of(model).items()}
+
+    def token_mean(logits, batch):
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())
+
+    short, long = [torch.tensor([1, 2, 3])] * 18, [torch.full((T,), 5)]
+    for loss, low, high in (
+        (lambda logits, batch: unit_losses(logits, batch, 24).mean(), 0, 1),
+        (token_mean, 4.3, 4.4),
+    ):
+        threshold = norm(total(short, 1e9, loss)) / len(short)
+        few, more = total(short, threshold, loss), total(short + long, threshold, loss)
+        assert low <= norm({name: more[name] - few[name] for name in few}) / threshold <= high
 
 
 def test_a_token_mean_loss_of_the_model_is_caught():
