@@ -302,7 +302,10 @@ def _interval(counts: Counts, delta: float) -> float | None:
 
 @lru_cache(maxsize=MAX_DISTINCT)
 def _directions(release: Release, relation: Relation, interval: float) -> tuple[convolution.Losses, ...]:
-    return convolution.directions(_single(release, relation, interval))
+    error = convolution.SINGLE_ERROR
+    if release.max_rows_per_unit > 1:
+        error += mixtures.error(release, interval)
+    return convolution.directions(_single(release, relation, interval), error)
 
 
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:

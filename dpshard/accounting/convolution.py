@@ -22,7 +22,8 @@ factor of q*_J in delta. What the computed delta lacks at most:
 - Relative rounding of q, w and of sums of positive terms: a factor, counted in `_Composed.relative`.
 - A step's masses, which dp-accounting rounds. Let H be a step's exact delta as a function of epsilon, and H' that of
   the masses p. We assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: the tests compare
-  with 50 digits. Add the masses r p, moved up by g + 1 grid points, with r (1 - exp(-g h)) = SINGLE_ERROR, and
+  with 50 digits. (Mixtures have a larger error: [Note: An inexact edge] in mixtures.py.) Add the masses r p, moved up
+  by g + 1 grid points, with r (1 - exp(-g h)) = SINGLE_ERROR, and
   SINGLE_ABSOLUTE of infinite loss. This measure's H is no smaller than that of the step, at grid points and between
   them. So it dominates the step; domination survives composition for measures as for distributions, as its proof
   only integrates H.
@@ -70,6 +71,8 @@ class Losses:
     """Masses [n]."""
     infinite: float
     """Mass of an infinite loss."""
+    error: float = SINGLE_ERROR
+    """Bound on the rounding of delta over its mass of losses above."""
 
     @cached_property
     def sketch(self) -> tuple[Floats, Floats]:
@@ -101,21 +104,24 @@ class Losses:
 
     def moved(self, tilt: float, gap: int) -> float:
         """Return the share r of masses that are moved up, times exp(tilt * (g + 1))."""
-        return SINGLE_ERROR / -math.expm1(-gap * self.interval) * math.exp(tilt * (gap + 1))
+        return self.error / -math.expm1(-gap * self.interval) * math.exp(tilt * (gap + 1))
 
 
 Steps = Sequence[tuple[Losses, int]]
 """Losses of distinct steps, on one grid, and their counts."""
 
 
-def directions(step: PrivacyLossDistribution) -> tuple[Losses, ...]:
-    """Return the losses of `step` for a sample that is removed, and for one that is added if they differ."""
+def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tuple[Losses, ...]:
+    """Return the losses of `step` for a sample that is removed, and for one that is added if they differ.
+
+    `error`: see Losses.
+    """
     try:
         given: Any = step
         both = (given._pmf_remove, given._pmf_add)
         distinct = both[:1] if both[0] is both[1] else both
         dense = [pmf.to_dense_pmf() for pmf in distinct]
-        return tuple(Losses(p._discretization, p._lower_loss, p._probs, p._infinity_mass) for p in dense)
+        return tuple(Losses(p._discretization, p._lower_loss, p._probs, p._infinity_mass, error) for p in dense)
     except AttributeError as error:
         raise AccountingError(
             f"The installed dp-accounting keeps privacy losses in another form ({error}): install dp-accounting 0.6."

@@ -10,6 +10,14 @@ P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both directions:
   mass that is moved to a larger k.
 
 Charles et al. 2024, arXiv:2407.07737, account for example-level sampling in this way.
+
+[Note: An inexact edge]
+Delta at eps is P(x > t) - e^eps Q(x > t), where the loss at t is eps; in the other direction, Q(x < t) - e^eps P(x <
+t). dp-accounting finds t up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by
+at most G / sigma^2 a unit of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. That is at
+most (G + 12 sigma) / sigma^2 times the mass above: the density of a normal is at most z + 1 times its tail at z >= 0.
+(10 sigma beyond all means, the mass is below SINGLE_ABSOLUTE.) And if np.isclose takes eps for the loss of a unit none
+of whose samples is drawn, t is infinite. Then delta lacks at most their difference, times the mass.
 """
 
 from __future__ import annotations
@@ -23,6 +31,8 @@ from scipy import stats
 
 from dpshard.accounting.releases import Counts, Release
 
+PRECISION = 1e-6
+"""Of inverse losses; see [Note: An inexact edge]."""
 RARE = 1e-30
 """Probability below which a number of drawn samples counts as all G."""
 
@@ -45,6 +55,17 @@ def losses(release: Release, interval: float) -> PrivacyLossDistribution:
     return privacy_loss_distribution.from_mixture_gaussian_mechanism(
         release.noise_multiplier, drawn, probabilities, value_discretization_interval=interval
     )
+
+
+def error(release: Release, interval: float) -> float:
+    """Bound what delta of one step lacks over the mass of losses above; see [Note: An inexact edge]."""
+    G, q, sigma = release.max_rows_per_unit, release.sampling_probability, release.noise_multiplier
+    edge = PRECISION**2 / 2 * (G / sigma**2) * (G + 12 * sigma) / sigma**2
+    if q == 1:
+        return edge
+    undrawn = -G * math.log1p(-q)
+    near = 1.01 * (1e-8 + 1e-5 * undrawn)  # as np.isclose
+    return edge + (near if abs(undrawn - interval * round(undrawn / interval)) <= near else 0.0)
 
 
 def interval(counts: Counts, delta: float) -> float:

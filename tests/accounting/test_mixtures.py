@@ -5,12 +5,22 @@ Published: Charles et al. 2024, arXiv:2407.07737 (example-level sampling under u
 
 import math
 
+import mpmath
 import numpy as np
 import pytest
 from scipy import stats
 from scipy.special import logsumexp
 
-from dpshard.accounting import MechanismOfUnits, Release, calibrate, compute_bound, compute_epsilon
+from dpshard.accounting import (
+    MechanismOfUnits,
+    Release,
+    calibrate,
+    composition,
+    compute_bound,
+    compute_epsilon,
+    mixtures,
+)
+from dpshard.accounting.convolution import SINGLE_ABSOLUTE, SINGLE_ERROR
 from dpshard.accounting.releases import relation_of
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError
@@ -97,3 +107,48 @@ def test_what_is_not_analysed_for_units_is_refused(other):
 def test_a_number_of_samples_is_a_count(G):
     with pytest.raises(ConfigurationError, match="max_rows_per_unit"):
         Release(1.0, 0.1, 1000, max_rows_per_unit=G)
+
+
+def exact_step(release, epsilon, added):
+    """Delta of one step by 50 digits, but for the edge of the losses."""
+    drawn, probabilities = mixtures.mixture(release)
+    sigma, (none, *some) = mpmath.mpf(release.noise_multiplier), map(mpmath.mpf, probabilities)
+    level = mpmath.exp(-epsilon if added else epsilon)
+    if none >= level:
+        return mpmath.mpf(0) if added else 1 - mpmath.exp(epsilon)
+    low, high = mpmath.mpf(-1000), mpmath.mpf(1000)
+    for _ in range(100):
+        edge = (low + high) / 2
+        ratio = none + sum(
+            p * mpmath.exp((2 * k * edge - k * k) / (2 * sigma**2)) for k, p in zip(drawn[1:], some, strict=True)
+        )
+        low, high = (low, edge) if ratio > level else (edge, high)
+    tails = [mpmath.erfc((k - edge if added else edge - k) / sigma / mpmath.sqrt(2)) / 2 for k in drawn]
+    full = sum(p * tail for p, tail in zip((none, *some), tails, strict=True))
+    return tails[0] - mpmath.exp(epsilon) * full if added else full - mpmath.exp(epsilon) * tails[0]
+
+
+def lacking(release, interval, losses, added):
+    """What delta of one step lacks over its mass of losses above, at most."""
+    places = np.concatenate([np.linspace(0, len(losses.masses) / 2, 24), len(losses.masses) - np.arange(2, 7)])
+    for k in places.astype(int):
+        distances = interval * np.arange(1, len(losses.masses) - k)
+        found = math.fsum(-np.expm1(-distances) * losses.masses[k + 1 :]) + losses.infinite + SINGLE_ABSOLUTE
+        exact = exact_step(release, mpmath.mpf(interval) * int(losses.first + k), added)
+        yield float((exact - found) / losses.masses[k:].sum())
+
+
+@pytest.mark.parametrize(
+    ("sigma", "q", "G", "interval", "way"),
+    [
+        (0.7, 1e-3, 3, 1e-2, 0),  # the edge is off by 1e-6
+        (0.5, -math.expm1(-(7 + 6e-5) / 3), 3, 1e-2, 1),  # a grid point near the largest loss
+        (2.0, 0.1, 8, 1e-2, 0),
+    ],
+)
+def test_masses_of_a_step_are_as_exact_as_assumed(sigma, q, G, interval, way):
+    release = Release(sigma, q, 1000, max_rows_per_unit=G)
+    losses = composition._directions(release, "add-or-remove-one", interval)[way]
+    with mpmath.workdps(50):
+        worst = max(lacking(release, interval, losses, bool(way)))
+    assert SINGLE_ERROR < worst < losses.error  # more than of plain samples
