@@ -36,6 +36,16 @@ def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | N
     )
 
 
+def refuse_packed(dataset: Any) -> None:
+    """Raise ConfigurationError for rows that TRL has packed: a document may be in several of them."""
+    if "seq_lengths" in (getattr(dataset, "column_names", None) or ()):
+        raise ConfigurationError(
+            "The data set has the column seq_lengths, so its rows were packed from documents: a document in several "
+            "rows would count as several samples. Pass the documents, and packing=True: the engine packs those that it "
+            "draws."
+        )
+
+
 class Documents(Dataset):
     """The documents of a data set, each collated alone: ids [T_i], and labels, types or whatever has T_i values."""
 

@@ -26,7 +26,7 @@ from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import check_supported, shard_on_cpu
-from dpshard.integrations.packed_documents import Documents, packing_of
+from dpshard.integrations.packed_documents import Documents, packing_of, refuse_packed
 from dpshard.integrations.token_losses import OWN_LOSS, learn_shift, logits_of, token_losses, uneven
 from dpshard.losses import packed_cross_entropy
 from dpshard.sampling import Packing, check_dataset
@@ -119,6 +119,7 @@ class _Private(ShardsOnCPU):
     def get_train_dataloader(self) -> Any:
         """Return the logical batches of an epoch, each within a dict."""
         trainer: Any = self
+        refuse_packed(trainer.train_dataset)
         if isinstance(trainer.train_dataset, Sized):
             check_dataset(trainer.train_dataset, len(trainer.train_dataset))  # before the Trainer makes a sampler
         ordinary = super().get_train_dataloader()  # type: ignore[misc]

@@ -169,6 +169,20 @@ def test_packed_documents_of_sft_are_clipped_one_by_one(cls, options, packing, t
     assert_oracles(update, model, [lambda i=i: loss(i) for i in drawn], 8)
 
 
+def test_rows_that_were_packed_before_are_refused(tmp_path):
+    """A document that TRL splits is in two of these rows, and counted as two samples."""
+    documents = datasets.Dataset.from_dict({"input_ids": [ids(3 + 5 * i % 17, i) for i in range(N)]})
+    trainer = PrivateSFTTrainer(
+        gpt2(),
+        arguments(trl.SFTConfig, tmp_path, max_length=12),
+        train_dataset=trl.pack_dataset(documents, 12, "bfd_split"),
+        processing_class=tokenizer(),
+        privacy=PRIVACY,
+    )
+    with pytest.raises(ConfigurationError, match="column seq_lengths"):
+        trainer.train()
+
+
 @pytest.mark.parametrize("kind", ["a model", "precomputed", "the base of adapters"])
 def test_an_update_of_dpo_is_the_oracles_by_pairs(kind, tmp_path):
     """The reference is a model, the numbers that a model gave before, or the model without its adapters."""
