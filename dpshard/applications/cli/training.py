@@ -193,8 +193,9 @@ class _Unchanged:
         return {name: value for name, value in asdict(self.settings).items() if name not in MAY_CHANGE}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        own = self.state_dict()
-        changed = sorted(key for key in own.keys() | state_dict.keys() if own.get(key) != state_dict.get(key))
+        # An earlier version saved no settings that came later; it trained with their defaults.
+        own, saved = self.state_dict(), asdict(TrainSettings()) | state_dict
+        changed = sorted(key for key in own.keys() | state_dict.keys() if own.get(key) != saved.get(key))
         if changed:
             raise CheckpointError(
                 f"The checkpoints in {self.folder.path} belong to a run with other settings "

@@ -1,4 +1,5 @@
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,7 +7,8 @@ import pytest
 from dpshard.applications.cli import plots
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.errors import RunFolderError
+from dpshard.applications.cli.training import _Unchanged
+from dpshard.errors import CheckpointError, RunFolderError
 
 
 @pytest.fixture
@@ -124,3 +126,13 @@ def test_only_the_user_reads_what_epsilon_does_not_cover(folder, pictures):
     pictures = plots.draw(folder)
     assert pictures
     assert {mode(path) for path in pictures} == {0o600}
+
+
+def test_settings_of_an_earlier_version_are_those_of_now_with_the_defaults_of_what_came_later(folder):
+    unchanged = _Unchanged(folder, TrainSettings())
+    saved = {name: value for name, value in unchanged.state_dict().items() if name != "buffers"}
+    unchanged.load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="buffers"):
+        _Unchanged(folder, replace(TrainSettings(), buffers=True)).load_state_dict(saved)
+    with pytest.raises(CheckpointError, match="of_the_future"):
+        unchanged.load_state_dict(saved | {"of_the_future": 1})
