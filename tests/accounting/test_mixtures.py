@@ -112,17 +112,17 @@ def test_a_number_of_samples_is_a_count(G):
 def exact_step(release, epsilon, added):
     """Delta of one step by 50 digits, but for the edge of the losses."""
     drawn, probabilities = mixtures.mixture(release)
-    sigma, (none, *some) = mpmath.mpf(release.noise_multiplier), map(mpmath.mpf, probabilities)
+    sigma, (none, *some) = mpmath.mpf(release.noise_multiplier), [mpmath.mpf(p) for p in probabilities]
     level = mpmath.exp(-epsilon if added else epsilon)
     if none >= level:
         return mpmath.mpf(0) if added else 1 - mpmath.exp(epsilon)
-    low, high = mpmath.mpf(-1000), mpmath.mpf(1000)
+    low, edge, high = mpmath.mpf(-1000), mpmath.mpf(0), mpmath.mpf(1000)
     for _ in range(100):
-        edge = (low + high) / 2
         ratio = none + sum(
             p * mpmath.exp((2 * k * edge - k * k) / (2 * sigma**2)) for k, p in zip(drawn[1:], some, strict=True)
         )
         low, high = (low, edge) if ratio > level else (edge, high)
+        edge = (low + high) / 2
     tails = [mpmath.erfc((k - edge if added else edge - k) / sigma / mpmath.sqrt(2)) / 2 for k in drawn]
     full = sum(p * tail for p, tail in zip((none, *some), tails, strict=True))
     return tails[0] - mpmath.exp(epsilon) * full if added else full - mpmath.exp(epsilon) * tails[0]
