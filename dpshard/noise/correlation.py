@@ -40,6 +40,8 @@ from dpshard.errors import ConfigurationError
 from dpshard.noise.workloads import Series, Workload, inverse, moved, never_rising, optimised
 
 PREFIX_SUMS = Workload()
+LARGEST_WEIGHT = 2.0**20
+"""Of noise, at most. The rounding of larger weights, 2^-53 of them, moves their inverse C by more than about 1e-9."""
 
 
 class Correlation(Protocol):
@@ -132,10 +134,11 @@ class BandMF:
 def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
     """Return `correlation` of a run of `steps` steps with its coefficients, also if found by default or for a workload.
 
-    A sample takes part at most once in any `separation` consecutive steps.
+    A sample takes part at most once in any `separation` consecutive steps. Raises ConfigurationError for noise that
+    grows from step to step.
     """
     if correlation.coefficients is not None:
-        return _with(correlation, np.array(correlation.coefficients))
+        return _checked(_with(correlation, np.array(correlation.coefficients)), steps)
     inverted = isinstance(correlation, BandedInverse)
     if correlation.workload is None:
         return _with(correlation, correlation.noising(steps) if inverted else correlation.strategy(steps))
@@ -146,6 +149,17 @@ def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -
 def _with(correlation: BandedInverse | BandMF, found: Series) -> BandedInverse | BandMF:
     coefficients = tuple(_cut(found[: correlation.bands], correlation.bands).tolist())
     return type(correlation)(bands=correlation.bands, coefficients=coefficients)
+
+
+def _checked(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse | BandMF:
+    largest = np.abs(correlation.noising(steps)).max()
+    if not largest <= LARGEST_WEIGHT:
+        raise ConfigurationError(
+            f"The noise of these coefficients grows from step to step, to {largest:.3g} times the first one. So its "
+            f"weights, rounded to floats, have another sensitivity than the coefficients. Choose coefficients "
+            f"whose inverse stays small, or the default ones."
+        )
+    return correlation
 
 
 def sensitivity(strategy: Series, *, separation: int) -> float:

@@ -2,12 +2,21 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import numpy as np
 import pytest
 
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import BandedInverse, BandMF, inverse, prefix_error, sensitivity
+from dpshard.noise.correlation import (
+    LARGEST_WEIGHT,
+    BandedInverse,
+    BandMF,
+    explicit,
+    inverse,
+    prefix_error,
+    sensitivity,
+)
 
 CORRELATIONS = [
     BandedInverse(bands=1),
@@ -135,3 +144,25 @@ def test_impossible_bands_are_refused(kind, settings, message):
 def test_an_unclear_choice_of_buffers_is_refused():
     with pytest.raises(ConfigurationError, match="pass True or False"):
         BandMF(bands=2, buffers=3)
+
+
+def sensitivity_of_weights(weights):
+    """Of the inverse of these floats, exactly; one participation."""
+    weights = [Fraction(w) for w in weights.tolist()]
+    column = [Fraction(1)]
+    for k in range(1, len(weights)):
+        column.append(sum((-weights[j] * column[k - j] for j in range(1, k + 1)), Fraction(0)))
+    return math.sqrt(sum(c * c for c in column))
+
+
+def test_noise_whose_rounded_weights_have_another_sensitivity_is_refused():
+    correlation = BandMF(bands=2, coefficients=(1.0, -3.35))
+    largest = correlation.noising(12).max()
+    assert 0.5 < largest / LARGEST_WEIGHT < 1
+    charged = sensitivity(explicit(correlation, 12, 12).strategy(12), separation=12)
+    assert sensitivity_of_weights(correlation.noising(12)) == pytest.approx(charged, rel=1e-9)
+    assert sensitivity_of_weights(correlation.noising(45)) > 2 * charged
+    with pytest.raises(ConfigurationError, match="grows from step to step"):
+        explicit(correlation, 45, 45)
+    with pytest.raises(ConfigurationError, match="grows from step to step"):
+        explicit(correlation, 10_000, 10)  # to infinity
