@@ -122,10 +122,10 @@ def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tu
         distinct = both[:1] if both[0] is both[1] else both
         dense = [pmf.to_dense_pmf() for pmf in distinct]
         return tuple(Losses(p._discretization, p._lower_loss, p._probs, p._infinity_mass, error) for p in dense)
-    except AttributeError as error:
+    except AttributeError as missing:
         raise AccountingError(
-            f"The installed dp-accounting keeps privacy losses in another form ({error}): install dp-accounting 0.6."
-        ) from error
+            f"The installed dp-accounting keeps privacy losses in another form ({missing}): install dp-accounting 0.6."
+        ) from missing
 
 
 def epsilon(steps: Steps, delta: float) -> float:
