@@ -19,7 +19,7 @@ from dpshard.backends.training_state import Snapshot, TrainingState
 from dpshard.checkpoint import engine_state, storage
 from dpshard.checkpoint.disk import why
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
-from dpshard.checkpoint.journal import Journal, Release
+from dpshard.checkpoint.journal import Journal, Mark, Release
 from dpshard.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")
@@ -109,7 +109,7 @@ class Checkpointer:
         Raises CheckpointError if it cannot be written.
         """
         self.wait()
-        step, noted = self._engine.step, len(self._journal)
+        step, noted = self._engine.step, self._journal.mark()
         state: storage.State = {
             "engine": storage.pack(json.dumps(self._engine.state_dict())),
             "others": self._states_of_others(),
@@ -161,14 +161,15 @@ class Checkpointer:
         """Return the releases since a checkpoint; None, with a warning, if they are unknown."""
 
         def read() -> list[Release] | None:
-            return self._journal.since(self._folder.manifest(step)["releases"])
+            manifest = self._folder.manifest(step)
+            return self._journal.since(Mark(manifest["releases"], manifest.get("newest_release", "")))
 
         releases = self._ranks.on_first(self._explained(read))
         if releases is None:
             warnings.warn(
-                f"{self._journal.path} is missing or damaged: the releases after {self._folder.of(step).name} are "
-                f"unknown. If there are any, count them by load(released=n), with n steps in total; or restore the "
-                f"file.",
+                f"{self._journal.path} is missing, damaged or of another run: the releases after "
+                f"{self._folder.of(step).name} are unknown. If there are any, count them by load(released=n), with n "
+                f"steps in total; or restore the file.",
                 stacklevel=3,
             )
         return releases
@@ -214,14 +215,15 @@ class Checkpointer:
 
         return run
 
-    def _finish(self, written: Future[Any], step: int, noted: int, partial: Path) -> None:
+    def _finish(self, written: Future[Any], step: int, noted: Mark, partial: Path) -> None:
         storage.finished(written, partial)
         self._publish(step, noted, partial)
 
-    def _publish(self, step: int, noted: int, partial: Path) -> None:
+    def _publish(self, step: int, noted: Mark, partial: Path) -> None:
         parts = self._ranks.everywhere(self._explained(lambda: _own_digests(partial, self._ranks.rank)))
-        digests = {name: noted for part in parts for name, noted in part.items()}
-        facts = {"ranks": self._ranks.size, "torch": torch.__version__, "releases": noted}
+        digests = {name: found for part in parts for name, found in part.items()}
+        facts = {"ranks": self._ranks.size, "torch": torch.__version__, "releases": noted.entries}
+        facts["newest_release"] = noted.newest
         self._ranks.on_first(self._explained(lambda: self._folder.publish(step, digests, facts, keep=self._keep)))
 
 

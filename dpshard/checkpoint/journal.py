@@ -14,6 +14,7 @@ import os
 import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 _ENTRY = struct.Struct("<Q16s")
 _CHECK = 8
@@ -21,6 +22,19 @@ _LENGTH = _ENTRY.size + _CHECK
 
 Release = tuple[int, bytes]
 """Step, and identity of 16 bytes."""
+
+
+class Mark(NamedTuple):
+    """A place in a journal."""
+
+    entries: int
+    """Number of entries before it."""
+    newest: str
+    """The last of them, in hexadecimal; "" if there is none, or if it is unknown, as in older checkpoints."""
+
+    def after(self, step: int, identity: bytes) -> Mark:
+        """Return the mark behind one more release."""
+        return Mark(self.entries + 1, _entry(step, identity).hex())
 
 
 class Journal:
@@ -35,20 +49,31 @@ class Journal:
         """Return the number of complete entries."""
         return self.path.stat().st_size // _LENGTH if self.path.exists() else 0
 
+    def mark(self) -> Mark:
+        """Return the present end of the journal."""
+        entries = len(self)
+        if not entries:
+            return Mark(0, "")
+        with self.path.open("rb") as file:
+            file.seek((entries - 1) * _LENGTH)
+            return Mark(entries, file.read(_LENGTH).hex())
+
     def note(self, step: int, identity: bytes) -> Future[None]:
         """Append a release; the future is done when it is on the disk. Both may raise OSError."""
         if self._descriptor is None:
             self._descriptor = self._open()
-        entry = _ENTRY.pack(step, identity)
-        _write(self._descriptor, entry + _check(entry))
+        _write(self._descriptor, _entry(step, identity))
         return self._thread.submit(os.fsync, self._descriptor)
 
-    def since(self, start: int) -> list[Release] | None:
-        """Return the entries from index `start` on; None if there are fewer, or one is damaged."""
+    def since(self, mark: Mark) -> list[Release] | None:
+        """Return the entries after `mark`; None if it is not in this journal, or one is damaged."""
+        start = mark.entries
         content = self.path.read_bytes() if self.path.exists() else b""
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]
         if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _check(x[: _ENTRY.size]) for x in entries):
             return None
+        if mark.newest and content[(start - 1) * _LENGTH : start * _LENGTH].hex() != mark.newest:
+            return None  # the journal of another run
         return [_ENTRY.unpack(entry[: _ENTRY.size]) for entry in entries]
 
     def _open(self) -> int:
@@ -61,6 +86,11 @@ class Journal:
 def _write(descriptor: int, data: bytes) -> None:
     while data:
         data = data[os.write(descriptor, data) :]
+
+
+def _entry(step: int, identity: bytes) -> bytes:
+    entry = _ENTRY.pack(step, identity)
+    return entry + _check(entry)
 
 
 def _check(entry: bytes) -> bytes:

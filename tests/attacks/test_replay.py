@@ -21,6 +21,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard.accounting import Release, compute_epsilon
 from dpshard.checkpoint.facts import of_rows
+from dpshard.checkpoint.journal import Journal
 from dpshard.config import BatchSchedule
 from dpshard.errors import BudgetExceededError, ConfigurationError
 from dpshard.sampling import PoissonSampler
@@ -380,7 +381,17 @@ def test_an_entry_that_was_cut_short_was_not_handed_out(tmp_path):
     assert len(journal.read_bytes()) == 2 * 32
 
 
-@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(bytes(64))])
+def _of_another_run(path):
+    """It is as long, and has no release after the checkpoint."""
+    other = Journal(path.with_name("other"))
+    other.note(0, bytes(16)).result()
+    path.with_name("other").replace(path)
+
+
+DAMAGES = [lambda path: path.unlink(), lambda path: path.write_bytes(bytes(64)), _of_another_run]
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=["missing", "damaged", "of another run"])
 def test_a_lost_journal_is_told(tmp_path, damage):
     run, checkpoints = resume(tmp_path)
     run.take(1)
@@ -389,7 +400,7 @@ def test_a_lost_journal_is_told(tmp_path, damage):
     damage(tmp_path / "releases.journal")
     resumed = Training()
     checkpoints = Checkpointer(tmp_path, resumed.engine, resumed.optimizer)
-    with pytest.warns(UserWarning, match=r"releases.journal is missing or damaged.*load\(released=n\)"):
+    with pytest.warns(UserWarning, match=r"releases.journal is missing, damaged or of another run.*load\(released=n\)"):
         assert checkpoints.load()
     assert resumed.count == 1
     assert checkpoints.load(released=3)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torchtitan.tools.logging import logger
 
-from dpshard.checkpoint.journal import Journal
+from dpshard.checkpoint.journal import Journal, Mark
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError
 
@@ -23,39 +23,31 @@ class EngineState:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # a checkpoint holds the run secret
         self._journal = Journal(folder / "releases.journal")
-        self._noted = len(self._journal)
-        newest = self._journal.since(max(0, self._noted - 1))
-        self._newest = newest[-1] if newest else None
+        self._noted = self._journal.mark()
         engine.internals.note_releases(self._note)
 
     def warn_of_earlier_starts(self) -> None:
         """Say that the journal has releases which a run that begins now does not count."""
-        if self._noted and self._engine.step == 0:
+        if self._noted.entries and self._engine.step == 0:
             logger.warning(
                 "%s has %d releases of earlier starts, of which there is no checkpoint. This run does not count them.",
                 self._journal.path,
-                self._noted,
+                self._noted.entries,
             )
 
     def _note(self, step: int, identity: bytes) -> Callable[[], object]:
-        self._noted, self._newest = self._noted + 1, (step, identity)  # the same on all ranks
+        self._noted = self._noted.after(step, identity)  # the same on all ranks
         if torch.distributed.get_rank() > 0:
             return lambda: None
         return self._journal.note(step, identity).result
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the engine's state, how many releases the journal had, and its last one."""
-        newest = None if self._newest is None else (self._newest[0], self._newest[1].hex())
-        return {"engine": json.dumps(self._engine.state_dict()), "noted": self._noted, "newest": json.dumps(newest)}
+        """Return the engine's state, and its place in the journal."""
+        return {"engine": json.dumps(self._engine.state_dict()), "noted": json.dumps(self._noted)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue that run, and count what was released after the checkpoint."""
-        noted, newest = state_dict["noted"], json.loads(state_dict["newest"])
-        released = self._journal.since(max(0, noted - 1))
-        if noted and released is not None:
-            known, released = released[:1], released[1:]
-            if [[step, identity.hex()] for step, identity in known] != [newest]:
-                released = None
+        released = self._journal.since(Mark(*json.loads(state_dict["noted"])))
         if released is None:
             raise CheckpointError(
                 f"{self._journal.path} is missing, damaged, or of another run: the releases after the checkpoint are "
