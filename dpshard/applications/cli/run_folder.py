@@ -26,6 +26,9 @@ from dpshard.checkpoint.disk import flush, why
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
+LOCK = ".lock"
+"""Name of the file that a process holds while it trains in a folder."""
+
 
 class RunFolder:
     """Files of the run at `path`; epsilon covers only the weights."""
@@ -96,15 +99,16 @@ class RunFolder:
             raise RunFolderError(f"{self.config} was damaged or edited: {error}") from error
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Keep other processes from training in this folder."""
+    def locked(self, *, by_children: bool = False) -> Iterator[None]:
+        """Keep other processes from training in this folder; `by_children`, until commands begun meanwhile end, too."""
         with _explained(self.path):
-            lock = (self.path / ".lock").open("w")
+            lock = (self.path / LOCK).open("w")
         with lock:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise RunFolderError(f"Another process is training in {self.path}: wait for it, or stop it.") from error
+            os.set_inheritable(lock.fileno(), by_children)
             yield
 
     def read_metrics(self) -> list[dict[str, Any]]:

@@ -63,13 +63,14 @@ def command(
             folder = tuning.SearchFolder.create(path, plan)
         else:
             folder, plan = tuning.SearchFolder.open(resume)
-    if folder.report.exists():
-        folder.forget()
-        console.out.print(f"The search has finished already: its report is {folder.report}.")
-        return
-    console.out.print(f"Searching {len(plan.candidates)} candidates in {folder.path}")
-    tuning.run_trials(folder, plan, jobs)
-    result = tuning.conclude(folder, plan)
+    with folder.locked():
+        if folder.report.exists():
+            folder.forget()
+            console.out.print(f"The search has finished already: its report is {folder.report}.")
+            return
+        console.out.print(f"Searching {len(plan.candidates)} candidates in {folder.path}")
+        tuning.run_trials(folder, plan, jobs)
+        result = tuning.conclude(folder, plan)
     console.out.print(result["statement"])
     chosen = "nothing: no trial was drawn" if result["chosen"] is None else result["chosen"]
     console.out.print(f"Chosen: {chosen}. Weights and report: {folder.path}")

@@ -24,6 +24,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -46,7 +47,7 @@ from dpshard.applications.cli import provenance
 from dpshard.applications.cli.data import Data, Kind, load, size
 from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.formats import BALANCED
-from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically, write_json
+from dpshard.applications.cli.run_folder import LOCK, RunFolder, intact, write_atomically, write_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
@@ -264,6 +265,11 @@ class SearchFolder:
         shutil.rmtree(self.trials, ignore_errors=True)
         self.secret.unlink(missing_ok=True)
         self.inputs.unlink(missing_ok=True)
+        (self.path / LOCK).unlink(missing_ok=True)
+
+    def locked(self) -> AbstractContextManager[None]:
+        """Keep other processes from this search; a trial that outlives a killed search keeps them from it, too."""
+        return RunFolder(self.path).locked(by_children=True)
 
     def check_inputs(self, plan: Plan) -> None:
         """Raise RunFolderError if the data, or the facts of their columns, have changed since the search began."""
@@ -320,7 +326,9 @@ def launch_trial(arguments: list[str], log: Path) -> int:
     """Run the command line in another process; return its exit code."""
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     with os.fdopen(descriptor, "w") as file:
-        return subprocess.call([sys.executable, "-m", "dpshard", *arguments], stdout=file, stderr=file)
+        # With the search's lock: two processes would train the trial of one folder.
+        command = [sys.executable, "-m", "dpshard", *arguments]
+        return subprocess.call(command, stdout=file, stderr=file, close_fds=False)
 
 
 def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from dpshard.accounting.composition import logarithmic_stop
 from dpshard.accounting.releases import Release
 from dpshard.applications.cli import app, tuning
 from dpshard.config import BatchSchedule
-from dpshard.errors import AccountingError, ConfigurationError
+from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 
 BASE = {"task": "digits", "steps": 4, "batch_size": 128, "evaluations": 1, "target_epsilon": 3.0, "target_delta": 1e-4}
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in BASE.items()]
@@ -155,6 +156,30 @@ def test_a_search_that_was_stopped_resumes(tmp_path, dpshard, monkeypatch):
     assert not (out / "trials").exists()
 
 
+def test_one_process_searches_and_no_trial_of_a_killed_search_still_runs(tmp_path, dpshard, monkeypatch):
+    """Two would train one trial twice, and draw private scores twice."""
+    monkeypatch.undo()
+    plan = tuning.plan(BASE, {"learning_rate": [0.1, 0.5]}, **QUIET)
+    folder = tuning.SearchFolder.create(tmp_path / "search", plan)
+    trial = tmp_path / "trial"
+    lasts = f"for i in $(seq 400); do [ -e {tmp_path}/begun ] && sleep 0.05; done; exit 0"
+    trial.write_text(f"#!/bin/sh\ntouch {tmp_path}/begun\n{lasts}\n")
+    trial.chmod(0o700)
+    monkeypatch.setattr(tuning.sys, "executable", str(trial))
+    with ThreadPoolExecutor(1) as pool:
+        with folder.locked():
+            done = pool.submit(tuning.launch_trial, [], tmp_path / "log")
+            end = time.monotonic() + 60
+            while not (tmp_path / "begun").exists() and time.monotonic() < end:
+                time.sleep(0.02)
+            assert "Another process" in dpshard("tune", "--resume", folder.path, exit_code=2).stderr
+        assert "Another process" in dpshard("tune", "--resume", folder.path, exit_code=2).stderr  # the trial goes on
+        (tmp_path / "begun").unlink()
+        assert done.result(60) == 0
+    with folder.locked():
+        pass
+
+
 @pytest.mark.parametrize("changed", ["x.csv", "columns.yaml"])
 def test_data_that_change_between_trials_end_the_search(tmp_path, dpshard, monkeypatch, changed):
     drawn(monkeypatch, 0, 1)
@@ -192,6 +217,7 @@ def test_a_search_that_was_killed_resumes(tmp_path, dpshard, monkeypatch):
         finally:
             os.killpg(search.pid, signal.SIGKILL)
             search.wait()
+    wait_until(lambda: is_free(out))
     before = (out / "secret.json").read_text()
     started = min(out.glob("trials/0000/metrics.jsonl")).read_text().splitlines()[0]
     with pytest.MonkeyPatch.context() as patch:
@@ -203,10 +229,18 @@ def test_a_search_that_was_killed_resumes(tmp_path, dpshard, monkeypatch):
     assert json.loads((out / "report.json").read_text())["epsilon"] <= 3.0
 
 
-def wait_until(holds, process, seconds=240):
+def is_free(out):
+    try:
+        with tuning.SearchFolder(out).locked():
+            return True
+    except RunFolderError:  # the kernel still ends the trial
+        return False
+
+
+def wait_until(holds, process=None, seconds=240):
     end = time.monotonic() + seconds
     while not holds():
-        assert process.poll() is None
+        assert process is None or process.poll() is None
         assert time.monotonic() < end
         time.sleep(0.05)
 
