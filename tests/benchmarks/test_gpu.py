@@ -112,7 +112,7 @@ def test_without_matplotlib_there_are_tables(monkeypatch, tmp_path):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["G3-eager", "G2-compiled", "G1-peers"])
+@pytest.mark.parametrize("name", ["G2-compiled", "G1-peers"])
 def test_a_part_runs_on_the_cpu_at_tiny_size(tmp_path, name):
     command = ["gpu", "--part", name, "--device", "cpu", "--tiny", "--out", str(tmp_path)]
     result = CliRunner().invoke(app, command)
