@@ -337,7 +337,7 @@ def test_an_output_that_is_not_by_sample_asks_for_the_loss():
     model = Between(lambda h: h)
     model.forward = lambda x: model.first(x).sum(1) @ model.first(x).sum(1).mT
     engine = engine_on(model)
-    with pytest.raises(VerificationError, match=r"shape \(3, 3\) for 3 samples.*pass the loss: engine\.verify"):
+    with pytest.raises(VerificationError, match=r"shape \(3, 3\) for 3 samples.*Pass the loss: engine\.verify"):
         engine.verify(normal(B, T, D))
 
 

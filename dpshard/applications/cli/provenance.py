@@ -15,12 +15,14 @@ import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from dpshard.applications.cli.data import Data
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_json
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import RunFolderError
+
+if TYPE_CHECKING:
+    from dpshard.applications.cli.data import Data
 
 
 def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: bool) -> None:
