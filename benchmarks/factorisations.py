@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import BandedInverse, BandMF, Correlation, inverse, prefix_error, sensitivity
+from dpshard.noise.correlation import PREFIX_SUMS, BandedInverse, BandMF, Correlation, inverse, sensitivity
 
 CASES = (
     ("banded-inverse-square-root", 976, 256, 976),
@@ -51,7 +51,7 @@ def ours(strategy: str, steps: int, bands: int, separation: int) -> Figures:
 def figures(correlation: Correlation, steps: int, separation: int) -> Figures:
     """Return our figures of `correlation`."""
     moved = sensitivity(correlation.strategy(steps), separation=separation)
-    return {"sensitivity": moved, "rmse": moved * prefix_error(correlation.noising(steps))}
+    return {"sensitivity": moved, "rmse": moved * PREFIX_SUMS.error(correlation.noising(steps))}
 
 
 def theirs(strategy: str, steps: int, bands: int, separation: int) -> tuple[Figures, list[float]]:

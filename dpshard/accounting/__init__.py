@@ -7,7 +7,7 @@ run. `search.py`: a search over many runs. Imports no torch, and dp-accounting o
 """
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of
-from dpshard.accounting.calibration import calibrate, steps_for_epsilon
+from dpshard.accounting.calibration import calibrate, calibrate_release, steps_for_epsilon
 from dpshard.accounting.ledger import PrivacyLedger
 from dpshard.accounting.mechanism import Mechanism, MechanismOfUnits, SampledMechanism
 from dpshard.accounting.releases import Release, relation_of, rounded_up
@@ -23,6 +23,7 @@ __all__ = [
     "SampledMechanism",
     "Search",
     "calibrate",
+    "calibrate_release",
     "compute_bound",
     "compute_epsilon",
     "epsilon_of",

@@ -12,7 +12,7 @@ from dpshard.accounting.bounds import check_accountant, check_supported, epsilon
 from dpshard.accounting.mechanism import SampledMechanism
 from dpshard.accounting.releases import Release
 from dpshard.accounting.search import Search
-from dpshard.config import AccountantName, check_delta, check_positive
+from dpshard.config import AccountantName, BatchSchedule, check_delta, check_positive
 from dpshard.errors import AccountingError
 
 M = TypeVar("M", bound=SampledMechanism)
@@ -69,6 +69,12 @@ def calibrate(
 
         sigma = _smallest_sigma(epsilon_at, target_epsilon, sigma)
     return replace(mechanism, noise_multiplier=sigma)
+
+
+def calibrate_release(samples: int, *, target_epsilon: float, target_delta: float) -> Release:
+    """Return one Gaussian release about all of so many samples, with the least noise within the budget."""
+    alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
+    return calibrate(alone, target_epsilon=target_epsilon, target_delta=target_delta).release(0)
 
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:

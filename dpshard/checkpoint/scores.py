@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 import torch.distributed as dist
 
-from dpshard.accounting import Release, SampledMechanism, calibrate, compute_epsilon, rounded_up
+from dpshard.accounting import calibrate_release, compute_epsilon, rounded_up
 from dpshard.accounting.releases import Counts
 from dpshard.checkpoint.disk import why
-from dpshard.config import BatchSchedule, check_delta, check_positive, is_count
+from dpshard.config import check_delta, check_positive, is_count
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.randomness import RandomSource, new_run_secret
 
@@ -61,9 +61,7 @@ class PrivateScores:
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
         check_positive("target_epsilon", target_epsilon)
         check_delta(target_delta, samples)
-        alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
-        sigma = calibrate(alone, target_epsilon=target_epsilon, target_delta=target_delta).noise_multiplier
-        self._release = Release(sigma, 1.0, samples)
+        self._release = calibrate_release(samples, target_epsilon=target_epsilon, target_delta=target_delta)
         """What all scores together cost, as one release about the validation samples."""
         self._path, self._samples, self._count, self._delta = Path(path), samples, count, target_delta
         self._settings = {"samples": samples, "count": count, "noise": self.noise}

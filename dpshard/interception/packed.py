@@ -114,11 +114,6 @@ class PackedRun(Run):
         args, kwargs = pytree.tree_unflatten([self._copied(x) for x in leaves], self.tree)
         return self.original(*args, **kwargs)
 
-    @property
-    def side_by_side(self) -> bool:
-        """True if units lie side by side; see PackedTokens."""
-        return self.packed.side_by_side
-
     def carrying(self) -> list[tuple[Tensor, int]]:
         """Return nothing: no input has a dimension of units."""
         return []

@@ -196,11 +196,6 @@ def weights_at(correlation: Correlation, steps: int, step: int) -> Series:
     return series[: int(np.flatnonzero(series)[-1]) + 1]
 
 
-def prefix_error(noising: Series) -> float:
-    """Root mean square, over the steps, of the noise in the sum of all releases so far, for z of norm 1."""
-    return PREFIX_SUMS.error(noising)
-
-
 def _require_known(correlation: BandedInverse | BandMF) -> None:
     if correlation.workload is not None:
         raise ConfigurationError(

@@ -241,7 +241,7 @@ def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Gene
     run = bench.run
     assert isinstance(run, PackedRun)
     places, units = run.packed.places, _real(run)
-    if run.rows < 2 and not run.side_by_side:
+    if run.rows < 2 and not run.packed.side_by_side:
         return
     # Neighbours are never in one half, and rows come in any order.
     rows = random.permutation(run.packed.shape[0])

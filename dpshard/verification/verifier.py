@@ -98,7 +98,7 @@ class Verifier:
 
     def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
         """Return the run with what is true of all ranks' rows, and True if it is new on any; each packed its own."""
-        own = [len(run.packed.places), not run.side_by_side, not new]
+        own = [len(run.packed.places), not run.packed.side_by_side, not new]
         rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
         if rows == 0:
             raise BatchLayoutError(

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from dpshard.applications.cli import app
 from dpshard.applications.planner import Clipping, Estimate, Plan, Setup, Transformer
 from dpshard.applications.planner.frontier import Means, frontier, parse_means
 from dpshard.applications.planner.hardware import Hardware
@@ -216,17 +215,3 @@ def test_the_command_prints_times_and_a_run(tmp_path: Path, run: Callable[..., A
     assert times["forward"] + times["backward"] + times["update"] >= times["computing"] > 0
     assert "needs --batch-size, --sample-size and --steps" in run("plan", "--batch-size", 9, exit_code=2).stderr
     assert "either --target-epsilon" in run("plan", *of_run[:-2], exit_code=2).stderr
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    from typer.testing import CliRunner
-
-    def command(*arguments: object, exit_code: int = 0) -> Any:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == exit_code, result.output
-        return result
-
-    return command

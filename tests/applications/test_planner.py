@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from dpshard.applications.cli import app
 from dpshard.applications.planner import Clipping, Estimate, Plan, Setup, Transformer, make_plan
 from dpshard.applications.planner.advice import advise
 from dpshard.applications.planner.estimates import GIB, largest_micro_batch, zero_model_states
@@ -319,17 +318,3 @@ def test_the_command(tmp_path: Path, run: Callable[..., Any]) -> None:
 def test_the_command_refuses_what_it_does_not_know(run: Callable[..., Any]) -> None:
     assert "choose one of" in run("plan", "--clipping", "layerwise", exit_code=2).stderr
     assert "hf:NAME_OR_PATH" in run("plan", "--model", "gpt-5", exit_code=2).stderr
-
-
-@pytest.fixture
-def run() -> Callable[..., Any]:
-    from typer.testing import CliRunner
-
-    def command(*arguments: object, exit_code: int = 0) -> Any:
-        result = CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "80"})
-        if result.exception is not None and not isinstance(result.exception, SystemExit):
-            raise result.exception
-        assert result.exit_code == exit_code, result.output
-        return result
-
-    return command

@@ -10,11 +10,11 @@ import pytest
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import (
     LARGEST_WEIGHT,
+    PREFIX_SUMS,
     BandedInverse,
     BandMF,
     explicit,
     inverse,
-    prefix_error,
     sensitivity,
 )
 
@@ -100,13 +100,13 @@ def test_sensitivity_of_plain_noise_counts_participations():
 def test_prefix_error_is_that_of_the_matrices(correlation):
     prefixes = np.tri(12) @ matrix(correlation.noising(12))
     expected = math.sqrt(np.mean(np.sum(prefixes**2, axis=1)))
-    assert prefix_error(correlation.noising(12)) == pytest.approx(expected, rel=1e-12)
+    assert PREFIX_SUMS.error(correlation.noising(12)) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("bands", "steps"), [(2, 30), (5, 30), (16, 200), (64, 50)])
 def test_optimised_strategy_has_the_least_error(bands, steps):
     def error(c):
-        return float(np.linalg.norm(c)) * prefix_error(inverse(c, steps))
+        return float(np.linalg.norm(c)) * PREFIX_SUMS.error(inverse(c, steps))
 
     best = BandMF(bands=bands).strategy(steps)[:bands]
     assert error(best) < error(inverse(BandedInverse(bands=bands).noising(bands), bands)[:steps])

@@ -11,7 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console
-from dpshard.applications.cli.plan import Clippings, parse_clipping
+from dpshard.applications.cli.plan import parse_clipping
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import check_positive
 
@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from dpshard.applications.benchmark import Comparison, Measured
 
 MIB = 2**20
+
+Clippings = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="STYLE[:MODE]",
+        help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
+        "may be repeated. [dim]\\[default: several][/]",
+    ),
+]
 
 
 def command(

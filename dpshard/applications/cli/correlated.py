@@ -12,6 +12,7 @@ import typer
 from dpshard.accounting import SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.mechanism import independent_error
 from dpshard.accounting.releases import SIMULATION_FAILURE
+from dpshard.applications.cli.formats import MOMENTUM_HELP, SAMPLING_HELP
 from dpshard.config import SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
@@ -19,14 +20,7 @@ from dpshard.noise.workloads import Workload
 
 KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 
-Sampling = Annotated[
-    str,
-    typer.Option(
-        help="Who is in a batch. poisson: each sample by a coin. balls-in-bins: each once an epoch, in a random step. "
-        "fixed-order: each once an epoch, in one order. cyclic-poisson: by coins, but groups of samples take turns; "
-        "needs --correlation band-mf."
-    ),
-]
+Sampling = Annotated[str, typer.Option(help=SAMPLING_HELP)]
 Name = Annotated[
     str | None,
     typer.Option(
@@ -41,13 +35,7 @@ Bands = Annotated[
         "--target-epsilon."
     ),
 ]
-Momentum = Annotated[
-    float | None,
-    typer.Option(
-        help="Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Left out, they are "
-        "the default ones."
-    ),
-]
+Momentum = Annotated[float | None, typer.Option(help=MOMENTUM_HELP)]
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of bands that `auto` tries, over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 
@@ -70,7 +58,7 @@ def parse(
             f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
             f"for the noise or for epsilon."
         )
-    if bands == "auto" and name is not None:
+    if bands == "auto" and name not in (None, "none"):
         if target_epsilon is None:
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
         check_choice("--correlation", name, list(KINDS))

@@ -8,7 +8,6 @@ from typing import Any
 from dpshard.accounting import SampledMechanism
 from dpshard.applications.cli import correlated, models
 from dpshard.applications.cli.data import Data, Kind, size
-from dpshard.applications.cli.formats import parse_phases
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
@@ -54,9 +53,8 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     if learning_rate is None:
         learning_rate = TABLE_RATES[data.kind] if table and optimizer == "adamw" else LEARNING_RATES[optimizer]
     settings = replace(settings, model=model, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate)
-    expected: Any = batch_size if settings.phases is None else parse_phases(settings.phases)
     length: Any = {"epochs": settings.epochs, "steps": settings.steps, "sampling": settings.sampling}
-    schedule = BatchSchedule.parse(expected, sample_size=samples, **length)
+    schedule = BatchSchedule.parse(settings.expected_batch_size(), sample_size=samples, **length)
     return settings if settings.bands != "auto" else _with_bands(settings, schedule, data)
 
 
@@ -66,7 +64,7 @@ def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) ->
     run = correlated.parse(
         SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier),
         settings.sampling,
-        None if settings.correlation == "none" else settings.correlation,
+        settings.correlation,
         settings.bands,
         settings.correlation_momentum,
         of_known_length=True,

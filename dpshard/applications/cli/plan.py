@@ -26,15 +26,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 
-Clippings = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="STYLE[:MODE]",
-        help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
-        "may be repeated. [dim]\\[default: several][/]",
-    ),
-]
-
 
 @options_of(PlanSettings)
 def command(

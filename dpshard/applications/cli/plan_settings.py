@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
+from dpshard.applications.cli.formats import field_of_option
 from dpshard.errors import ConfigurationError
 
-
-def _setting(default: Any, help: str, *, panel: str, **more: Any) -> Any:
-    return field(default=default, metadata={"panel": panel, "help": help, **more})
-
-
-_step = partial(_setting, panel="The step")
-_ranks = partial(_setting, panel="Ranks")
-_time = partial(_setting, panel="Time")
-_run = partial(_setting, panel="A whole run")
+_step = partial(field_of_option, panel="The step")
+_ranks = partial(field_of_option, panel="Ranks")
+_time = partial(field_of_option, panel="Time")
+_run = partial(field_of_option, panel="A whole run")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from functools import partial
 from types import NoneType
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from dpshard.applications import user_code
-from dpshard.applications.cli.formats import parse_phases, parse_weights
+from dpshard.applications.cli.formats import MOMENTUM_HELP, SAMPLING_HELP, field_of_option, parse_phases, parse_weights
 from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
 from dpshard.errors import ConfigurationError
 
@@ -23,16 +23,11 @@ MODELS = ("auto", "mlp", "linear", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 MAY_CHANGE = ("shard", "nproc")
 """Settings that may change at --resume; repeated steps then count again."""
 
-
-def _setting(default: Any, help: str, *, panel: str) -> Any:
-    return field(default=default, metadata={"panel": panel, "help": help})
-
-
-_data = partial(_setting, panel="Data")
-_model = partial(_setting, panel="Model")
-_privacy = partial(_setting, panel="Privacy")
-_training = partial(_setting, panel="Training")
-_ranks = partial(_setting, panel="Several processes")
+_data = partial(field_of_option, panel="Data")
+_model = partial(field_of_option, panel="Model")
+_privacy = partial(field_of_option, panel="Privacy")
+_training = partial(field_of_option, panel="Training")
+_ranks = partial(field_of_option, panel="Several processes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -135,9 +130,7 @@ class TrainSettings:
     )
     sampling: SamplingName = _privacy(
         "poisson",
-        "Who is in a batch. poisson: each sample by a coin. balls-in-bins: each once an epoch, in a random step. "
-        "fixed-order: each once an epoch, in one order. cyclic-poisson: by coins, but groups of samples take turns; "
-        "needs --correlation band-mf.",
+        SAMPLING_HELP,
     )
     correlation: Literal["none", "banded-inverse", "band-mf"] = _privacy(
         "none",
@@ -151,8 +144,7 @@ class TrainSettings:
     )
     correlation_momentum: float | None = _privacy(
         None,
-        "Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Left out, they are the "
-        "default ones.",
+        MOMENTUM_HELP,
     )
     buffers: bool = _privacy(
         False,
@@ -250,6 +242,10 @@ class TrainSettings:
         if self.max_batch_size is not None and self.max_batch_size != "auto" and not self.max_batch_size.isdigit():
             raise ConfigurationError(f"max_batch_size={self.max_batch_size!r}: it is a number of samples, or 'auto'.")
 
+    def expected_batch_size(self) -> Any:
+        """Return the `batch_size` of PrivacyEngine: a number, phases, or None before it is fitted."""
+        return self.batch_size if self.phases is None else parse_phases(self.phases)
+
     def mechanism(self) -> dict[str, Any]:
         """Return the arguments of PrivacyEngine, except model and sample size."""
         from dpshard.applications.cli.correlated import correlation_of  # these import numpy and torch: slow for --help
@@ -257,7 +253,7 @@ class TrainSettings:
 
         cap, quantile = self.max_batch_size, self.clipping_quantile
         return {name: getattr(self, name) for name in _MECHANISM} | {
-            "batch_size": self.batch_size if self.phases is None else parse_phases(self.phases),
+            "batch_size": self.expected_batch_size(),
             "adaptive_clipping": None if quantile is None else QuantileTracking(quantile),
             "noise_correlation": correlation_of(
                 self.correlation, self.bands, self.correlation_momentum, buffers=self.buffers

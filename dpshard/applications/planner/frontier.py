@@ -56,7 +56,10 @@ class Point:
 
 
 def parse_means(text: str, seq: int | None = None) -> Means:
-    """Return the budget in `epsilon=2,delta=1e-10,gpu-hours=10000,dataset=1e9`; ConfigurationError if it is none."""
+    """Return the budget in `epsilon=2,delta=1e-10,gpu-hours=10000,dataset=1e9`.
+
+    Raises ConfigurationError for another text.
+    """
     try:
         given = {key.strip(): float(value) for key, value in (part.split("=") for part in text.split(","))}
     except ValueError:

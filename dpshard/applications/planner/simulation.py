@@ -126,7 +126,7 @@ class Simulation:
         self._stepped = False  # the optimizer has its states
         self._layouts: dict[Any, Layout] = {}  # shared by all engines
         mesh = self._mesh()
-        self._told: dict[str, Any] = {}  # what the engine is told of context parallelism
+        self._told: dict[str, Any] = {}  # arguments of the engine under context parallelism
         with fake, UnreadValues(), meter, meshes_outside():
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())

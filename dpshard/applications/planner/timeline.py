@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 
 from dpshard.applications.planner.hardware import Hardware
 
-PHASES = ("forward", "backward", "update")
 RELEASE_BYTES = 16
 """Bytes that a release moves per element of a shard: the digest reads the sum, the noise reads and writes it."""
 OPTIMIZER_BYTES = {"sgd": 12, "adamw": 28}

@@ -25,9 +25,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from dpshard.accounting import Release, SampledMechanism, calibrate
+from dpshard.accounting import Release, calibrate_release
 from dpshard.accounting.releases import Counts
-from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource, derive_key, new_run_secret
 
@@ -45,9 +44,8 @@ def noise_for(share: float, *, samples: int, target_epsilon: float, target_delta
     """Return the noise multiplier of statistics that alone cost `share` of epsilon."""
     if not 0 < share < 1:
         raise ConfigurationError(f"statistics_share={share!r}: it is above 0 and below 1.")
-    alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
-    found = calibrate(alone, target_epsilon=share * target_epsilon, target_delta=target_delta)
-    return found.noise_multiplier
+    alone = calibrate_release(samples, target_epsilon=share * target_epsilon, target_delta=target_delta)
+    return alone.noise_multiplier
 
 
 @dataclass(frozen=True, slots=True)
