@@ -26,8 +26,9 @@ from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
-    *("guide", "privacy-model", "accounting", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
+    *("guide", "privacy-model", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
     *(
+        "accounting",
         "recipes",
         "sources",
         "known-failures",
