@@ -10,7 +10,7 @@ import torch
 
 from dpshard import BandMF
 from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
-from dpshard.noise.keyed import CorrelatedGaussian, Shard, Vector
+from dpshard.noise.keyed import CorrelatedGaussian, NoiseTerm, SumShard
 
 VECTORS = (1, 2, 4, 8, 16, 64)
 ELEMENTS = 2**22
@@ -21,10 +21,10 @@ def seconds(elements: int = ELEMENTS, *, rounds: int = 3) -> list[dict[str, Any]
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        shards, found = [Shard("w", torch.zeros(elements))], []
+        shards, found = [SumShard("w", torch.zeros(elements))], []
         for p in VECTORS:
-            vectors = tuple(Vector(1.0 / (j + 1), bytes([j] * 32), j) for j in range(p))
-            release = partial(CorrelatedGaussian(bytes(32), vectors=vectors).release_, shards)
+            terms = tuple(NoiseTerm(1.0 / (j + 1), bytes([j] * 32), j) for j in range(p))
+            release = partial(CorrelatedGaussian(bytes(32), terms=terms).release_, shards)
             times = []
             for _ in range(rounds):
                 start = time.process_time()
@@ -41,7 +41,7 @@ def of_buffers(elements: int = ELEMENTS, *, bands: tuple[int, ...] = (4, 16, 32)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        shards, found = [Shard("w", torch.zeros(elements))], []
+        shards, found = [SumShard("w", torch.zeros(elements))], []
         for b in bands:
             buffers = NoiseBuffers(BandMF(bands=b).strategy(2 * b)[:b].tolist())
             links = tuple(bytes([step] * 32) for step in range(b + rounds))

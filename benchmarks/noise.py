@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from dpshard.applications.benchmark import interleave
-from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, Shard
+from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, SumShard
 
 ELEMENTS = 2**24
 
@@ -36,7 +36,7 @@ def measure(elements: int = ELEMENTS, *, rounds: int = 5) -> list[dict[str, Any]
 
 
 def _nanoseconds(noise: KeyedGaussian, dtype: torch.dtype, elements: int, rounds: int) -> float:
-    shards = [Shard("w", torch.zeros(elements, dtype=dtype))]
+    shards = [SumShard("w", torch.zeros(elements, dtype=dtype))]
     release = partial(noise.release_, shards, step=0, std=1.0, divisor=2.0)
     times = interleave({"release": release}, rounds=rounds, warmup=1)  # the first one allocates memory
     return 1e9 * median(times["release"]) / elements

@@ -52,7 +52,7 @@ from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
 from dpshard.step.noise_of_run import NoiseOfRun, StepNoise
-from dpshard.step.order import OrderOfRun
+from dpshard.step.order_check import OrderOfRun
 from dpshard.verification import Verifier, loss_on, verified_collation
 
 if TYPE_CHECKING:

@@ -24,7 +24,7 @@ from dpshard.backends.model_parallel import (
     require_known_group,
     require_one_training,
 )
-from dpshard.backends.model_parts import Told
+from dpshard.backends.model_parts import DeclaredParts
 from dpshard.errors import ConfigurationError
 
 __all__ = ["Backend", "choose", "require_one_training"]
@@ -37,7 +37,7 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
     """
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
-    told: Told | None = None
+    told: DeclaredParts | None = None
     if model_parallel_group is not None and model_parallel_group.size() > 1:
         told = model_parallel_group, model_parallel_parts
     backend = _chosen(model, told)
@@ -51,7 +51,7 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
     return backend
 
 
-def _chosen(model: nn.Module, told: Told | None) -> Backend:
+def _chosen(model: nn.Module, told: DeclaredParts | None) -> Backend:
     if told is not None and (is_model_engine(model) or placed_parameters(model, beside_fsdp=True)):
         raise ConfigurationError(
             "model_parallel_parts tells of plain parameters, under DistributedDataParallel, FSDP2 or neither. DTensors "

@@ -15,7 +15,7 @@ from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.noise.digest import LANES
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,7 +53,7 @@ class Backend:
             )
 
     def complete_sums(
-        self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[Shard]], Tensor]
+        self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[SumShard]], Tensor]
     ) -> tuple[list[int], list[int]]:
         """Sum over ranks what backward left unsummed; called once per logical batch, before the noise.
 
@@ -85,7 +85,7 @@ class Backend:
         found = self._verdict(ranks_WX[:, :-lanes], fault)
         return found, [] if any(found) else self._digest(ranks_WX[:, -lanes:])
 
-    def _part(self, digest: Callable[[Sequence[Shard]], Tensor], inputs: Tensor | None) -> Tensor:
+    def _part(self, digest: Callable[[Sequence[SumShard]], Tensor], inputs: Tensor | None) -> Tensor:
         """Return this rank's contribution to the digest: one, or those of parts and of whole sums, and `inputs`."""
         shards, parts = self.gradients.shards(), self.sharding.parts
         if parts is None or inputs is None:

@@ -20,22 +20,22 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
-from dpshard.backends.grad_store import GradStore, add
-from dpshard.backends.model_parts import Told
+from dpshard.backends.grad_store import DotGradStore, add
+from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.records import WIDE, accum_dtype
 
 
-def ddp_backend(model: DistributedDataParallel, told: Told | None = None) -> Backend:
+def ddp_backend(model: DistributedDataParallel, told: DeclaredParts | None = None) -> Backend:
     """Return the back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside training.
     sharding = Unsharded(model.module, model, isolated=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
-    store = GradStore(sharding)
+    store = DotGradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
     layout = f"{communicator.world_size} replicas"
     if told is None:
@@ -52,7 +52,7 @@ class DDPReduction:
     """
 
     def __init__(
-        self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: GradStore
+        self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: DotGradStore
     ) -> None:
         self._model, self._communicator, self._store = model, communicator, store
         self._parameters, self._guard = sharding.parameters, sharding.guard

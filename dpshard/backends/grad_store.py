@@ -13,7 +13,7 @@ from dpshard.backends.backward_passes import BackwardPasses
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parts import ModelParts, Place
 from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 from dpshard.records import WIDE, accum_dtype, as_real, wide
 
 
@@ -49,7 +49,7 @@ class GradShards(Protocol):
         ...
 
 
-class GradStore:
+class DotGradStore:
     """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
     Micro-batches must not accumulate in half precision. There `.grad` holds zeros, so that the guard notices dropped or
@@ -159,11 +159,11 @@ class GradStore:
 
     # --- noise ------------------------------------------------------------------------------------------------------
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[SumShard]:
         """See GradientStore."""
         return self._as_shards(self._totals())
 
-    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+    def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
         """Replace `.grad` by the private gradients; see GradientStore."""
         with torch.no_grad():
             totals = self._totals()
@@ -175,7 +175,7 @@ class GradStore:
         self._reset()
         return self._sharding.over_shards(norm_sq).sqrt()
 
-    def _released(self, shards: Sequence[Shard], release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+    def _released(self, shards: Sequence[SumShard], release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
         """Release shards; return their squared norm over the ranks of the model."""
         parts = self._sharding.parts
         if parts is None:
@@ -201,10 +201,10 @@ class GradStore:
             totals[name] = total if total.dtype in WIDE else wide(total)
         return totals
 
-    def _as_shards(self, totals: Mapping[str, Tensor]) -> list[Shard]:
+    def _as_shards(self, totals: Mapping[str, Tensor]) -> list[SumShard]:
         """Return shards of the sums, complex ones as real pairs: both parts get independent noise."""
         return [
-            Shard(name, as_real(total), *(n * (2 if total.is_complex() else 1) for n in self._sharding.place(name)))
+            SumShard(name, as_real(total), *(n * (2 if total.is_complex() else 1) for n in self._sharding.place(name)))
             for name, total in totals.items()
         ]
 

@@ -10,22 +10,22 @@ from torch import Tensor, nn
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
-from dpshard.backends.grad_store import GradStore
-from dpshard.backends.model_parts import Told
+from dpshard.backends.grad_store import DotGradStore
+from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import DpshardError
 
 
-def local_backend(model: nn.Module, told: Told | None = None) -> Backend:
+def local_backend(model: nn.Module, told: DeclaredParts | None = None) -> Backend:
     """Return the back-end of a model in one process, or of plain tensors that are parts of one."""
     if told is None:
         sharding = Unsharded(model)
-        store = GradStore(sharding)
+        store = DotGradStore(sharding)
         return Backend("one process", Communicator(), sharding, NoReduction(store), store)
     sharding, data = Unsharded(model), Communicator()
     everyone, grid = sharding.tell(told, data)
-    store = GradStore(sharding)
+    store = DotGradStore(sharding)
     return Backend(f"parts on {everyone.world_size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
 
 
@@ -34,7 +34,7 @@ class NoReduction:
 
     is_unsummed = False
 
-    def __init__(self, store: GradStore) -> None:
+    def __init__(self, store: DotGradStore) -> None:
         self._store = store
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:

@@ -26,9 +26,9 @@ from torch import Tensor
 
 from dpshard.backends.communicator import Communicator
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 
-Told = tuple[dist.ProcessGroup, Mapping[str, int | str]]
+DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user tells them."""
 
 SAME, SUM = "same", "sum"
@@ -36,7 +36,7 @@ SAME, SUM = "same", "sum"
 
 
 class Place(NamedTuple):
-    """Where a rank's part lies in the flattened whole; see noise.keyed.Shard."""
+    """Where a rank's part lies in the flattened whole; see noise.keyed.SumShard."""
 
     start: int = 0
     run: int = 0
@@ -65,7 +65,7 @@ class ModelParts:
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @classmethod
-    def told(cls, told: Told, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
+    def told(cls, told: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
         """Return the parts that a user tells; see `kinds_of`."""
         group, kinds = told
         cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
@@ -148,7 +148,7 @@ class ModelParts:
         dist.all_reduce(x, group=self.group)
         return x
 
-    def divide(self, shards: Sequence[Shard]) -> tuple[list[Shard], list[Shard]]:
+    def divide(self, shards: Sequence[SumShard]) -> tuple[list[SumShard], list[SumShard]]:
         """Return the shards that are parts, and those that are whole on every rank."""
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from dpshard.clipping.tape import Take
 from dpshard.errors import DpshardError
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 
 
 class Reduction(Protocol):
@@ -56,11 +56,11 @@ class Reduction(Protocol):
 class GradientStore(Protocol):
     """Keeps this rank's clipped sums, and turns them into private gradients."""
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[SumShard]:
         """Return this rank's sums as input of the noise."""
         ...
 
-    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+    def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
         """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
 
         `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 []. Returns

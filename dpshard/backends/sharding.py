@@ -16,7 +16,7 @@ from torch.nn.parameter import is_lazy
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
-from dpshard.backends.model_parts import Grid, ModelParts, Place, Told
+from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts, Place
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name, modules_of, parameters_of
 from dpshard.records import WIDE
@@ -222,7 +222,7 @@ class Unsharded(Sharding):
         super().__init__(core, core if outermost is None else outermost, parts)
         self._make_isolated, self._meet = isolated, together
 
-    def tell(self, told: Told, data: Communicator) -> tuple[Communicator, Grid]:
+    def tell(self, told: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid]:
         """Take the plain parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
 
         Detaches and raises ConfigurationError if they are no grid, or the parts do not fit.

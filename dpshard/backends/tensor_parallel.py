@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
-from dpshard.backends.grad_store import GradStore
+from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.local import NoReduction
 from dpshard.backends.model_parts import Grid, ModelParts
 from dpshard.backends.roles import Take
@@ -33,7 +33,7 @@ def tensor_parallel_backend(model: nn.Module) -> Backend:
     parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()})
     data, everyone = Communicator(), all_ranks(parts.device)
     sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
-    store = GradStore(sharding)
+    store = DotGradStore(sharding)
     layout = f"tensor-parallel parts on {parts.size} ranks"
     try:
         grid = Grid(data, parts, everyone)
@@ -105,7 +105,7 @@ class PlacedSharding(Unsharded):
 class PlacedReduction(NoReduction):
     """Puts the sums of a rank's parts in `.grad`."""
 
-    def __init__(self, sharding: PlacedSharding, store: GradStore) -> None:
+    def __init__(self, sharding: PlacedSharding, store: DotGradStore) -> None:
         super().__init__(store)
         self._local, self._parameters = sharding.local, sharding.parameters
 

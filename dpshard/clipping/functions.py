@@ -105,8 +105,8 @@ class GlobalClipping:
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
         inside_B = norm_B <= threshold * self.bound_over_threshold
-        factor_B = inside_B * constant(xp, 1 / self.bound_over_threshold, norm_B)
-        return _bounded(xp, factor_B, norm_B, threshold)
+        clip_coef_B = inside_B * constant(xp, 1 / self.bound_over_threshold, norm_B)
+        return _bounded(xp, clip_coef_B, norm_B, threshold)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -117,8 +117,8 @@ class _Guarded:
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
-        factor_B = self.function.factor(norm_B, threshold).to(norm_B)
-        return elementwise(_bounded, factor_B, norm_B, threshold)
+        clip_coef_B = self.function.factor(norm_B, threshold).to(norm_B)
+        return elementwise(_bounded, clip_coef_B, norm_B, threshold)
 
     def __repr__(self) -> str:
         return repr(self.function)

@@ -79,7 +79,7 @@ class GroupTape:
         """Records by parameter, not summed yet."""
         self.small: dict[str, Small] = {}
         """Small single records of parameters; measured and summed together at the end."""
-        self.clip_coef_B: Tensor | None = None
+        self.sum_weight_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
@@ -181,9 +181,9 @@ class GroupTape:
             self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
             self._whole_sq = []
 
-    def clip(self, clip_coef_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients, and the mask of samples without a finite norm, if any."""
-        self.clip_coef_B, self._nonfinite_B = clip_coef_B, nonfinite_B
+    def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
+        """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm, if any."""
+        self.sum_weight_B, self._nonfinite_B = sum_weight_B, nonfinite_B
 
     def begin_sums(self) -> None:
         """Begin the second pass, in which all records arrive again."""
@@ -205,15 +205,15 @@ class GroupTape:
     def sum(self, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
         entries = self.entries.pop(name, [])
-        clip_coef_B, nonfinite_B = self.clip_coef_B, self._nonfinite_B
-        if not entries or clip_coef_B is None:
+        sum_weight_B, nonfinite_B = self.sum_weight_B, self._nonfinite_B
+        if not entries or sum_weight_B is None:
             return
         if self.execution.offload_records:
-            entries = [(source, fetched(record, clip_coef_B.device)) for source, record in entries]
+            entries = [(source, fetched(record, sum_weight_B.device)) for source, record in entries]
         if nonfinite_B is not None:
             entries = [(source, record.without(nonfinite_B)) for source, record in entries]
         for source, record in entries:
-            part = record.clipped_sum(clip_coef_B)
+            part = record.clipped_sum(sum_weight_B)
             if source.label != name:
                 part = pull_back(source, part, self.roots.placeholder(name))[name]
             self._sums[name] = self._sums[name] + part if name in self._sums else part
@@ -229,9 +229,9 @@ class GroupTape:
 
     def _sum_bundles(self) -> None:
         some, self._bundles = self._bundles, []
-        clip_coef_B, nonfinite_B = self.clip_coef_B, self._nonfinite_B
-        if clip_coef_B is None:
+        sum_weight_B, nonfinite_B = self.sum_weight_B, self._nonfinite_B
+        if sum_weight_B is None:
             return
         for bundle in some:
             finite = bundle if nonfinite_B is None else bundle.without(nonfinite_B)
-            self._sums.update(finite.clipped_sums(clip_coef_B))
+            self._sums.update(finite.clipped_sums(sum_weight_B))

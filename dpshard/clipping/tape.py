@@ -20,10 +20,10 @@ from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
-from dpshard.clipping.forwards import HALFWAY, Forwards
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots, Use
 from dpshard.clipping.groups import ClippingGroup
+from dpshard.clipping.owed_backwards import HALFWAY, OwedBackwards
 from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
@@ -74,7 +74,7 @@ class Tape:
         """`loss_scale`, and 0 for padding. Multiplying is safe because clip coefficients are finite."""
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
-        self.forwards = Forwards()
+        self.forwards = OwedBackwards()
         self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
@@ -139,7 +139,7 @@ class Tape:
         """Return the tokens of this tape's uses, which the clipper may have dropped after another backward."""
         return list(self._tokens.values())
 
-    def idle(self) -> list[Tensor]:
+    def unused_anchor_tokens(self) -> list[Tensor]:
         """Return the tokens of unused anchors in used groups, because DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
@@ -227,11 +227,11 @@ class Tape:
         norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
         if norm_B is None:
             return
-        factor_B = self.clipper.function.factor(norm_B, group.threshold)
-        clip_coef_B = elementwise(lambda _, factor_B, scale_B: factor_B * scale_B, factor_B, self.scale_B)
+        clip_coef_B = self.clipper.function.factor(norm_B, group.threshold)
+        sum_weight_B = elementwise(lambda _, coef_B, scale_B: coef_B * scale_B, clip_coef_B, self.scale_B)
         # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
         nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
-        tape.clip(clip_coef_B, nonfinite_B)
+        tape.clip(sum_weight_B, nonfinite_B)
         self.clipper.sink.observe(group, norm_B, self.is_padding_B)
 
     def between_passes(self) -> None:

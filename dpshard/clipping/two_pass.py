@@ -51,8 +51,8 @@ class _Cut(torch.autograd.Function):
                     raise
                 with torch.no_grad():
                     tape.between_passes()
-                idle = tape.idle()
-                torch.autograd.backward([*tensors, *idle], [*seeds, *(torch.zeros_like(token) for token in idle)])
+                unused = tape.unused_anchor_tokens()
+                torch.autograd.backward([*tensors, *unused], [*seeds, *(torch.zeros_like(token) for token in unused)])
         ctx.inner = None
         return None, None, None
 

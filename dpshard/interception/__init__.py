@@ -15,7 +15,7 @@ from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
-from dpshard.interception.rows import Copies, Doubt, Doubts, FedRows, RowIdentity
+from dpshard.interception.rows import Copies, Doubt, Doubts, OwnLoopRows, RowIdentity
 from dpshard.interception.run import Run, by_unit, plan_run
 
 __all__ = [
@@ -27,9 +27,9 @@ __all__ = [
     "Doubt",
     "Doubts",
     "Draws",
-    "FedRows",
     "Interception",
     "IsolatedForward",
+    "OwnLoopRows",
     "PackedRun",
     "Replay",
     "RowIdentity",

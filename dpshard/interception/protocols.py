@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor, nn
 
 from dpshard.clipping.tape import Tape
-from dpshard.interception.rows import FedRows, RowIdentity
+from dpshard.interception.rows import OwnLoopRows, RowIdentity
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 
@@ -24,7 +24,7 @@ class TapeProvider(Protocol):
         ...
 
     @property
-    def rows(self) -> RowIdentity | FedRows | None:
+    def rows(self) -> RowIdentity | OwnLoopRows | None:
         """The check of that micro-batch's rows, or of those of a user's own loop."""
         ...
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 
 
 class NoiseBuffers:
@@ -41,7 +41,7 @@ class NoiseBuffers:
         """Forget the rings that are neither of the last step of `links` nor of the one before."""
         self._rings = {key: ring for key, ring in self._rings.items() if ring.link in links[-2:]}
 
-    def of_step(self, shards: Sequence[Shard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
+    def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
         """Return y of the last step of `links` for these shards of one dtype and device, each [n].
 
         `links`: the keys of all steps from the first one on.
@@ -60,7 +60,7 @@ class NoiseBuffers:
 class _Ring:
     """The last vectors y of some shards; that of step s is row s modulo their number."""
 
-    def __init__(self, shards: Sequence[Shard], coefficients: tuple[float, ...], *, secure: bool) -> None:
+    def __init__(self, shards: Sequence[SumShard], coefficients: tuple[float, ...], *, secure: bool) -> None:
         like = shards[0].local
         self._sizes = [shard.local.numel() for shard in shards]
         self._coefficients, self._secure = coefficients, secure
@@ -73,7 +73,7 @@ class _Ring:
             device=like.device,
         )
 
-    def advance(self, shards: Sequence[Shard], links: Sequence[bytes]) -> None:
+    def advance(self, shards: Sequence[SumShard], links: Sequence[bytes]) -> None:
         """Go to the last step of `links`, from the one before, or else from the first one."""
         if self.link == links[-1]:
             return
@@ -88,12 +88,12 @@ class _Ring:
         """Return the vector of `step`, the newest, for each shard."""
         return list(self.vectors[step % len(self.vectors)].split(self._sizes))
 
-    def _advance(self, lo: int, pieces: Sequence[Shard], step: int, link: bytes) -> None:
+    def _advance(self, lo: int, pieces: Sequence[SumShard], step: int, link: bytes) -> None:
         """Replace the oldest vector by that of `step`, in the columns of `pieces`, which begin at `lo`."""
         sizes = [piece.local.numel() for piece in pieces]
         y = self.vectors.new_zeros(sum(sizes))
         drawn = [
-            Shard(piece.name, part.view(piece.local.shape), piece.start, piece.run, piece.stride)
+            SumShard(piece.name, part.view(piece.local.shape), piece.start, piece.run, piece.stride)
             for piece, part in zip(pieces, y.split(sizes), strict=True)
         ]
         KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
@@ -111,11 +111,11 @@ class BufferedGaussian(KeyedGaussian):
     links: tuple[bytes, ...] = field(default=(), repr=False)
     buffers: NoiseBuffers = field(default_factory=lambda: NoiseBuffers((1.0,)), repr=False)
 
-    def _release_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+    def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
         if std == 0:
             return super()._release_(shards, step, std, divisor)
         self.buffers.keep(self.links)
-        groups: dict[tuple[torch.dtype, torch.device], list[Shard]] = {}
+        groups: dict[tuple[torch.dtype, torch.device], list[SumShard]] = {}
         for shard in shards:
             if shard.local.numel():
                 groups.setdefault((shard.local.dtype, shard.local.device), []).append(shard)
@@ -139,9 +139,9 @@ class BufferedGaussian(KeyedGaussian):
             x.copy_(dense.view(x.shape))
 
 
-def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, list[Shard]]]:
+def _pieces(shards: Sequence[SumShard]) -> Iterator[tuple[int, list[SumShard]]]:
     """Yield shards cut between blocks, in groups of about BLOCK elements, each with the place of its first element."""
-    group: list[Shard] = []
+    group: list[SumShard] = []
     lo = at = 0
     for shard in shards:
         for piece in _cut(shard):
@@ -154,7 +154,7 @@ def _pieces(shards: Sequence[Shard]) -> Iterator[tuple[int, list[Shard]]]:
         yield lo, group
 
 
-def _cut(shard: Shard) -> Iterator[Shard]:
+def _cut(shard: SumShard) -> Iterator[SumShard]:
     """Yield a shard's parts in each block; columns of a matrix stay together."""
     if shard.run:
         yield shard
@@ -163,5 +163,5 @@ def _cut(shard: Shard) -> Iterator[Shard]:
     flat = shard.local.detach().new_empty(()).expand(n)  # no memory: only its size counts
     while at < n:
         size = min(n - at, BLOCK - (shard.start + at) % BLOCK)
-        yield Shard(shard.name, flat[at : at + size], shard.start + at)
+        yield SumShard(shard.name, flat[at : at + size], shard.start + at)
         at += size

@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.kernels.native.digest import WIDTH
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 from dpshard.randomness import RandomSource, derive_key
 
 LANES = 2
@@ -55,7 +55,7 @@ class SumDigest:
         # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
         self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
-    def part(self, shards: Sequence[Shard]) -> Tensor:
+    def part(self, shards: Sequence[SumShard]) -> Tensor:
         """Digest of these shards, int64 [2], on the device of the first; the whole digest is the sum over all shards.
 
         Raises ConfigurationError for a shard that cannot get noise.
@@ -68,7 +68,7 @@ class SumDigest:
                 total = self._of_whole([piece]).to(total.device) + total
         return total
 
-    def _of_whole(self, shards: Sequence[Shard]) -> Tensor:
+    def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:
         """Digest of shards of one run."""
         stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
         if not stretches:
@@ -128,7 +128,7 @@ class _Stretch(NamedTuple):
     """Number of rows, with partial ones."""
 
 
-def _stretch(shard: Shard) -> _Stretch:
+def _stretch(shard: SumShard) -> _Stretch:
     dense, n = shard.local.detach().contiguous(), shard.local.numel()
     words = dense.as_strided((n,), (1,)).view(torch.int32)  # view(-1) would keep any stride of one element
     return _placed(shard.name, shard.start * (shard.local.itemsize // 4), words, words.numel())

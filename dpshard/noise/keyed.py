@@ -84,7 +84,7 @@ _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 @dataclass(frozen=True, slots=True)
-class Shard:
+class SumShard:
     """A rank's part of a sum with the shape of a parameter."""
 
     name: str
@@ -96,7 +96,7 @@ class Shard:
     """If not 0, `local` holds runs of so many elements: run j begins at start + j * stride (columns of a matrix)."""
     stride: int = 0
 
-    def contiguous(self) -> Iterator[Shard]:
+    def contiguous(self) -> Iterator[SumShard]:
         """Yield shards of one run each, copies with zeros between the runs; `take_back_` undoes it.
 
         A copy spans about a block, because noise is drawn by the block.
@@ -107,9 +107,9 @@ class Shard:
             part = rows[first : first + n]
             spread = part.new_zeros((len(part) - 1) * self.stride + self.run)
             spread.as_strided(part.shape, (self.stride, 1)).copy_(part)
-            yield Shard(self.name, spread, self.start + first * self.stride)
+            yield SumShard(self.name, spread, self.start + first * self.stride)
 
-    def take_back_(self, pieces: Iterable[Shard]) -> None:
+    def take_back_(self, pieces: Iterable[SumShard]) -> None:
         """Copy the runs of `contiguous` pieces back into `local`."""
         rows = [
             piece.local.as_strided(((len(piece.local) - self.run) // self.stride + 1, self.run), (self.stride, 1))
@@ -148,7 +148,7 @@ class KeyedGaussian:
     secure: bool = False
     """Draw on the CPU for every device; see [Note: Secure noise]."""
 
-    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+    def release_(self, shards: Sequence[SumShard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
 
         Returns the L2 norm of all shards before the noise, [], float64, on the device of the first. Raises
@@ -161,7 +161,7 @@ class KeyedGaussian:
             shard.check()
         return self._release_(shards, step, std, divisor)
 
-    def _release_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+    def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
         """See release_; the arguments are checked."""
         whole = [shard for shard in shards if not shard.run]
         squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
@@ -175,7 +175,7 @@ class KeyedGaussian:
         first, *others = squares
         return (torch.stack([first, *(x.to(first.device) for x in others)]).sum() if others else first).sqrt()
 
-    def _release_whole_(self, shards: Sequence[Shard], step: int, std: float, divisor: float) -> Tensor:
+    def _release_whole_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
         """Release shards of one run; return the squared norm that they had, float64 []."""
         dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
         pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
@@ -184,15 +184,18 @@ class KeyedGaussian:
         at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in {flat.device for _, flat in pairs}}
         here = [pair for pair in pairs if at_hand[pair[1].device]]
         there = [pair for pair in pairs if not at_hand[pair[1].device]]
-        norms = [*self._release_here_(here, step, std, divisor), *self._release_there_(there, step, std, divisor)]
+        norms = [
+            *self._release_with_cpu_noise_(here, step, std, divisor),
+            *self._release_with_device_noise_(there, step, std, divisor),
+        ]
         for shard, flat in zip(shards, dense, strict=True):
             if not shard.local.is_contiguous():
                 shard.local.detach().copy_(flat.view(shard.local.shape))
         dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
         return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum()
 
-    def _release_here_(
-        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    def _release_with_cpu_noise_(
+        self, pairs: Sequence[tuple[SumShard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """Release flat shards without noise or with the CPU's; return norms of their parts."""
         blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
@@ -205,19 +208,19 @@ class KeyedGaussian:
             torch._foreach_div_([flat for _, flat in pairs], divisor)
         return norms
 
-    def _release_there_(
-        self, pairs: Sequence[tuple[Shard, Tensor]], step: int, std: float, divisor: float
+    def _release_with_device_noise_(
+        self, pairs: Sequence[tuple[SumShard, Tensor]], step: int, std: float, divisor: float
     ) -> Sequence[Tensor]:
         """Release flat shards on devices that draw noise by the element; return their norms."""
         counts = [len(list(_blocks(shard, flat))) for shard, flat in pairs]
         blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
-        vectors = self._vectors(step)
+        terms = self._terms(step)
         streams = torch.tensor(
-            [[_stream(derive_key(v.secret, "noise", v.step, b.name, b.number)) for b in blocks] for v in vectors],
+            [[_stream(derive_key(v.secret, "noise", v.step, b.name, b.number)) for b in blocks] for v in terms],
             dtype=torch.int64,
             device="cpu",
-        )  # [vectors, blocks, 3]
-        copies = {device: (streams.to(device), _weights_on(device, vectors)) for device in {x.device for _, x in pairs}}
+        )  # [terms, blocks, 3]
+        copies = {device: (streams.to(device), _weights_on(device, terms)) for device in {x.device for _, x in pairs}}
         norms, at = [], 0
         for (shard, flat), count in zip(pairs, counts, strict=True):
             own, weights = copies[flat.device]
@@ -228,15 +231,15 @@ class KeyedGaussian:
             norms.append(release_(flat, own, weights, BLOCK, shard.start, std, divisor).sqrt())
         return norms
 
-    def _vectors(self, step: int) -> Sequence[Vector]:
-        return (Vector(1.0, self.secret, step),)
+    def _terms(self, step: int) -> Sequence[NoiseTerm]:
+        return (NoiseTerm(1.0, self.secret, step),)
 
     def _key(self, block: _Block, step: int) -> bytes:
         return derive_key(self.secret, "noise", step, block.name, block.number)
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
-        """Add N(0, std**2) noise to `target` in place and return it; see Shard for `target`, `name` and `start`."""
-        self.release_([Shard(name, target, start)], step=step, std=std)
+        """Add N(0, std**2) noise to `target` in place and return it; see SumShard for `target`, `name` and `start`."""
+        self.release_([SumShard(name, target, start)], step=step, std=std)
         return target
 
     def sample(
@@ -314,7 +317,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     The CPU draws it for every device, from the cryptographic stream, for any value of `secure`.
     """
 
-    def release_(self, shards: Sequence[Shard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
+    def release_(self, shards: Sequence[SumShard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
         """Release as KeyedGaussian does, with x rounded to the grid.
 
         Also raises ConfigurationError for a std so small that doubles cannot hold its grid.
@@ -359,10 +362,10 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 class CorrelatedGaussian(KeyedGaussian):
     """Weighted sum of noise vectors, each under its own key; see [Note: Vectors drawn again]."""
 
-    vectors: tuple[Vector, ...] = ()
+    terms: tuple[NoiseTerm, ...] = ()
 
-    def _vectors(self, step: int) -> Sequence[Vector]:
-        return self.vectors
+    def _terms(self, step: int) -> Sequence[NoiseTerm]:
+        return self.terms
 
     def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
         for alike in _by_dtype(blocks):
@@ -375,9 +378,9 @@ class CorrelatedGaussian(KeyedGaussian):
         dtype = torch.float64 if self.secure else blocks[0].part.dtype
         total = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
         parts = [block._replace(part=part) for block, part in zip(blocks, total.split(sizes), strict=True)]
-        for vector in self.vectors:
-            noise = KeyedGaussian(vector.secret, self.secure)
-            noise._release_blocks_(parts, vector.step, vector.weight, 1.0)
+        for term in self.terms:
+            noise = KeyedGaussian(term.secret, self.secure)
+            noise._release_blocks_(parts, term.step, term.weight, 1.0)
         for block, of_block in zip(blocks, parts, strict=True):
             self._privatize(block.part, of_block.part.numpy(), std, divisor)
 
@@ -417,7 +420,7 @@ def _summands(key: bytes) -> list[bytes]:
     return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
 
 
-class Vector(NamedTuple):
+class NoiseTerm(NamedTuple):
     """Standard normals z of one step, in a weighted sum."""
 
     weight: float
@@ -427,11 +430,11 @@ class Vector(NamedTuple):
     """Its step."""
 
 
-def _weights_on(device: torch.device, vectors: Sequence[Vector]) -> Tensor:
-    """Return the weights [vectors], float32; a single one is 1, which is made there without a copy."""
-    if len(vectors) == 1:
+def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
+    """Return the weights [terms], float32; a single one is 1, which is made there without a copy."""
+    if len(terms) == 1:
         return torch.ones(1, device=device)
-    return torch.tensor([vector.weight for vector in vectors], dtype=torch.float32, device="cpu").to(device)
+    return torch.tensor([term.weight for term in terms], dtype=torch.float32, device="cpu").to(device)
 
 
 def _stream(key: bytes) -> tuple[int, ...]:
@@ -499,7 +502,7 @@ def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
         yield batch
 
 
-def _blocks(shard: Shard, flat: Tensor) -> Iterator[_Block]:
+def _blocks(shard: SumShard, flat: Tensor) -> Iterator[_Block]:
     """Yield the blocks that meet `shard`; `flat` holds its elements in order, at least one."""
     start, stop = shard.start, shard.start + flat.numel()
     for number in range(start // BLOCK, -(-stop // BLOCK)):

@@ -49,9 +49,9 @@ class Bundle:
     shapes: Mapping[str, torch.Size]
     """Shapes of the parameters, by name, in order."""
 
-    def clipped_sums(self, clip_coef_B: Tensor) -> dict[str, Tensor]:
-        """sum_i clip_coef_i * gradient_i of every parameter, by name."""
-        total = self.record.clipped_sum(clip_coef_B).view(-1)
+    def clipped_sums(self, sum_weight_B: Tensor) -> dict[str, Tensor]:
+        """sum_i weight_i * gradient_i of every parameter, by name."""
+        total = self.record.clipped_sum(sum_weight_B).view(-1)
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
         parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]

@@ -135,13 +135,13 @@ class Convolution:
     def _steps(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
         return self.stride, self.padding, self.dilation
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]: the convolution's ordinary gradient for weighted gradients."""
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]: the convolution's ordinary gradient for weighted gradients."""
         if self.size.is_long:
             # The ordinary gradient would round such long sums differently from the measured gradients.
-            return PerSampleGrad(self.per_sample()).clipped_sum(clip_coef_B)
+            return PerSampleGrad(self.per_sample()).clipped_sum(sum_weight_B)
         gradient = wide(self.gradient)
-        weighted = gradient * clip_coef_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
+        weighted = gradient * sum_weight_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
         return self._summed(wide(self.input).flatten(0, 1), weighted.flatten(0, 1))
 
     def _summed(self, input: Tensor, gradient: Tensor, samples: int = 1) -> Tensor:

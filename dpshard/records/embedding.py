@@ -44,9 +44,9 @@ class EmbeddingRecord:
         B, _, C = values.shape
         return _added(values, self.ids.clamp(min=0), self.shape.numel() // C).view(B, *self.shape)
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]."""
-        values = self.read() * clip_coef_B.to(wide(self.values).dtype)[:, None, None]
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]."""
+        values = self.read() * sum_weight_B.to(wide(self.values).dtype)[:, None, None]
         rows_N, count = self.ids.clamp(min=0).flatten(), self.shape.numel() // values.shape[2]
         return add_rows(values.flatten(0, 1), rows_N, count).view(self.shape)
 

@@ -80,16 +80,16 @@ class OuterProduct:
         gradient = memory.empty((B * G, R, C), rows, rows.dtype)
         return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape], in one matrix product per group."""
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape], in one matrix product per group."""
         if triton.supports_product(self.rows, self.cols):
-            return triton.weighted_sum(self.rows, self.cols, clip_coef_B.float()).view(self.shape)
+            return triton.weighted_sum(self.rows, self.cols, sum_weight_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
         # Scale the smaller side.
         if rows.numel() <= cols.numel():
-            rows = rows * clip_coef_B.to(rows.dtype)[:, None, None, None]
+            rows = rows * sum_weight_B.to(rows.dtype)[:, None, None, None]
         else:
-            cols = cols * clip_coef_B.to(cols.dtype)[:, None, None, None]
+            cols = cols * sum_weight_B.to(cols.dtype)[:, None, None, None]
         rows_GNR, cols_GNC = (x.transpose(0, 1).flatten(1, 2) for x in (rows, cols))
         return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 

@@ -25,10 +25,10 @@ class PerSampleGrad:
         """Per-sample gradients [B, *shape]."""
         return wide(self.gradient)
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]."""
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]."""
         rows, shape = flat(self.gradient), self.gradient.shape[1:]
-        total = clip_coef_B.to(rows.dtype) @ rows  # a product that FLOP counters know
+        total = sum_weight_B.to(rows.dtype) @ rows  # a product that FLOP counters know
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:

@@ -80,10 +80,10 @@ class RoutedProduct:
         """Per-sample gradients [B, *shape]."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]."""
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]."""
         rows = wide(self.rows)
-        rows = rows * clip_coef_B.to(rows.dtype)[self.sample][:, None]
+        rows = rows * sum_weight_B.to(rows.dtype)[self.sample][:, None]
         if self.groups > 1:
             return self._placed(self.group, rows, 1)[0]
         met = (self.group == 0).nonzero()[:, 0]

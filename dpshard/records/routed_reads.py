@@ -57,9 +57,9 @@ class RoutedReads:
         """Per-sample gradients [B, *shape]."""
         return add_rows(self.read(), self._keys(), self.batch_size * self.table).view(self.batch_size, *self.shape)
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]."""
-        values = self.read() * clip_coef_B.to(wide(self.values).dtype)[self.sample][:, None]
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]."""
+        values = self.read() * sum_weight_B.to(wide(self.values).dtype)[self.sample][:, None]
         return add_rows(values, self.ids.clamp(min=0), self.table).view(self.shape)
 
     def of(self, samples: Tensor) -> EmbeddingRecord:

@@ -65,10 +65,10 @@ class HeadRecord:
         """Per-sample gradients [B, *shape]."""
         return self.outer().per_sample()
 
-    def clipped_sum(self, clip_coef_B: Tensor) -> Tensor:
-        """sum_i clip_coef_i * gradient_i, [*shape]: two products of the head."""
+    def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
+        """sum_i weight_i * gradient_i, [*shape]: two products of the head."""
         cols = self.cols
-        cols_ND = (cols * clip_coef_B.to(cols.dtype)[:, None, None]).flatten(0, 1)
+        cols_ND = (cols * sum_weight_B.to(cols.dtype)[:, None, None]).flatten(0, 1)
         total = cols_ND.new_empty(self.shape[0], cols_ND.shape[1])
         for classes, rows in self._rows():
             torch.mm(rows.flatten(0, 1).T, cols_ND, out=total[classes])

@@ -19,8 +19,8 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
 from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
-from dpshard.interception import Copies, Doubts, FedRows, RowIdentity
-from dpshard.noise.keyed import Shard
+from dpshard.interception import Copies, Doubts, OwnLoopRows, RowIdentity
+from dpshard.noise.keyed import SumShard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
@@ -71,7 +71,7 @@ class Collector:
         *,
         mean: bool,
         rows_per_unit: int = 1,
-        fed: FedRows | None = None,
+        fed: OwnLoopRows | None = None,
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
@@ -112,7 +112,7 @@ class Collector:
         return None if self.batch is None else self.batch.micro
 
     @property
-    def rows(self) -> RowIdentity | FedRows | None:
+    def rows(self) -> RowIdentity | OwnLoopRows | None:
         """See TapeProvider."""
         micro = self._micro
         if micro is None:
@@ -313,7 +313,7 @@ class Collector:
                 return False  # a step before any backward
         return True
 
-    def complete_sums(self, digest: Callable[[Sequence[Shard]], Tensor]) -> list[int]:
+    def complete_sums(self, digest: Callable[[Sequence[SumShard]], Tensor]) -> list[int]:
         """Sum over ranks, and return the digest of the sums; see Backend.
 
         Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.

@@ -10,7 +10,7 @@ from dpshard.errors import CheckpointError
 from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
 from dpshard.noise.correlation import BandMF
 from dpshard.noise.digest import SumDigest
-from dpshard.noise.keyed import CorrelatedGaussian, KeyedDiscreteGaussian, KeyedGaussian, Vector
+from dpshard.noise.keyed import CorrelatedGaussian, KeyedDiscreteGaussian, KeyedGaussian, NoiseTerm
 from dpshard.randomness import derive_key
 from dpshard.step.chain import Chain
 
@@ -62,8 +62,8 @@ class NoiseOfRun:
             return StepNoise(identity, BufferedGaussian(link, secure, path, self._buffers), link, math.hypot(*weights))
         link, identity = self._chain.next(secret, sums)
         links = [link, *self._chain.last(len(weights) - 1)]
-        vectors = tuple(Vector(w, key, step - j) for j, (w, key) in enumerate(zip(weights, links, strict=True)) if w)
-        return StepNoise(identity, CorrelatedGaussian(link, secure, vectors), link, math.hypot(*weights))
+        terms = tuple(NoiseTerm(w, key, step - j) for j, (w, key) in enumerate(zip(weights, links, strict=True)) if w)
+        return StepNoise(identity, CorrelatedGaussian(link, secure, terms), link, math.hypot(*weights))
 
     def take(self, noise: StepNoise) -> None:
         """Go to the next step, after the release of this `noise` was counted."""

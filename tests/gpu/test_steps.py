@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Clipper, Tape
-from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 from tests.oracle import norm, private_step, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -139,7 +139,7 @@ def test_secure_noise_is_that_of_the_cpu():
     for dtype in (torch.float32, torch.float64):
         here, there = x.to(dtype), x.to(DEVICE, dtype)
         for tensor in (here, there):
-            KeyedGaussian(bytes(32), secure=True).release_([Shard("w", tensor)], step=1, std=0.3, divisor=7.0)
+            KeyedGaussian(bytes(32), secure=True).release_([SumShard("w", tensor)], step=1, std=0.3, divisor=7.0)
         assert torch.equal(there.cpu(), here)
 
 

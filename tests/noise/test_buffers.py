@@ -10,7 +10,7 @@ from scipy.linalg import toeplitz
 from dpshard.noise import buffers as buffers_module
 from dpshard.noise.buffers import BufferedGaussian, NoiseBuffers
 from dpshard.noise.correlation import BandMF
-from dpshard.noise.keyed import BLOCK, CorrelatedGaussian, KeyedGaussian, Shard, Vector
+from dpshard.noise.keyed import BLOCK, CorrelatedGaussian, KeyedGaussian, NoiseTerm, SumShard
 
 STEPS, BANDS = 9, 4
 CORRELATION = BandMF(bands=BANDS)
@@ -24,12 +24,12 @@ def fresh():
 def shards(dtype=torch.float64):
     """A matrix, a vector, a shard across two blocks, columns of a matrix, a transposed one, and nothing."""
     return [
-        Shard("matrix", torch.zeros(30, 7, dtype=dtype)),
-        Shard("vector", torch.zeros(2500, dtype=dtype), 5),
-        Shard("across", torch.zeros(40, dtype=dtype), BLOCK - 17),
-        Shard("columns", torch.zeros(6, 3, dtype=dtype), 2, run=3, stride=10),
-        Shard("transposed", torch.zeros(4, 5, dtype=dtype).T),
-        Shard("empty", torch.zeros(0, dtype=dtype)),
+        SumShard("matrix", torch.zeros(30, 7, dtype=dtype)),
+        SumShard("vector", torch.zeros(2500, dtype=dtype), 5),
+        SumShard("across", torch.zeros(40, dtype=dtype), BLOCK - 17),
+        SumShard("columns", torch.zeros(6, 3, dtype=dtype), 2, run=3, stride=10),
+        SumShard("transposed", torch.zeros(4, 5, dtype=dtype).T),
+        SumShard("empty", torch.zeros(0, dtype=dtype)),
     ]
 
 
@@ -48,8 +48,8 @@ def run(buffers, steps=range(STEPS), *, secure=False, links=LINKS, of=shards, **
 
 def drawn_again(step, *, secure=False, of=shards, **release):
     weights = CORRELATION.noising(STEPS)
-    vectors = tuple(Vector(weights[j], LINKS[step - j], step - j) for j in range(step + 1))
-    return released(CorrelatedGaussian(LINKS[step], secure, vectors), step, of(), **release)
+    terms = tuple(NoiseTerm(weights[j], LINKS[step - j], step - j) for j in range(step + 1))
+    return released(CorrelatedGaussian(LINKS[step], secure, terms), step, of(), **release)
 
 
 @pytest.mark.parametrize("secure", [False, True])
@@ -76,7 +76,7 @@ def test_noise_drawn_by_the_element_as_on_gpus_is_that_of_the_matrix(monkeypatch
 
 def test_a_release_is_the_sum_with_the_noise_over_the_divisor():
     def of():
-        return [Shard(s.name, s.local + 3, s.start, s.run, s.stride) for s in shards()]
+        return [SumShard(s.name, s.local + 3, s.start, s.run, s.stride) for s in shards()]
 
     noise = run(fresh(), [0])[0]
     buffers, some = fresh(), of()
@@ -90,13 +90,13 @@ def test_a_release_is_the_sum_with_the_noise_over_the_divisor():
 @pytest.mark.parametrize("secure", [False, True])
 def test_shards_hold_the_bits_of_the_whole(secure):
     def cut():
-        for shard in (Shard("w", torch.zeros(30, 7)), Shard("b", torch.zeros(11))):
+        for shard in (SumShard("w", torch.zeros(30, 7)), SumShard("b", torch.zeros(11))):
             flat = shard.local.view(-1)
             for lo, hi in itertools.pairwise((0, 1, len(flat) // 3, len(flat))):
-                yield Shard(shard.name, flat[lo:hi], lo)
+                yield SumShard(shard.name, flat[lo:hi], lo)
 
     def whole():
-        return [Shard("w", torch.zeros(30, 7)), Shard("b", torch.zeros(11))]
+        return [SumShard("w", torch.zeros(30, 7)), SumShard("b", torch.zeros(11))]
 
     expected = run(fresh(), secure=secure, of=whole)
     assert torch.equal(torch.stack(run(fresh(), secure=secure, of=lambda: list(cut()))), torch.stack(expected))
@@ -177,7 +177,7 @@ def test_steps_draw_one_vector_each(monkeypatch):
 
 def test_the_noise_has_the_covariance_of_the_strategy():
     """C y is independent and standard: sums of squares, and products of two steps, at 5.6 deviations (1e-6 in all)."""
-    y = torch.stack(run(fresh(), of=lambda: [Shard("w", torch.zeros(20_000, dtype=torch.float64))])).numpy()
+    y = torch.stack(run(fresh(), of=lambda: [SumShard("w", torch.zeros(20_000, dtype=torch.float64))])).numpy()
     c = CORRELATION.strategy(STEPS)
     z = sum(c[j] * np.concatenate([np.zeros((j, y.shape[1])), y[: STEPS - j]]) for j in range(BANDS))
     gram, n = z @ z.T, y.shape[1]

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dpshard.errors import ConfigurationError
 from dpshard.noise.digest import SumDigest
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 
 SECRET = bytes(range(32))
 DIGEST = SumDigest(SECRET)
@@ -23,7 +23,7 @@ WEIGHT = torch.randn(N, generator=torch.Generator().manual_seed(0))
 
 
 def digest(*shards):
-    return DIGEST.part([Shard(name, x, start) for name, x, start in shards]).tolist()
+    return DIGEST.part([SumShard(name, x, start) for name, x, start in shards]).tolist()
 
 
 def by_torch():
@@ -34,7 +34,7 @@ def by_torch():
 @given(st.lists(st.integers(0, N), max_size=4))
 def test_shards_add_up(cuts):
     bounds = [0, *sorted(cuts), N]
-    parts = [DIGEST.part([Shard("w", WEIGHT[a:b], a)]) for a, b in itertools.pairwise(bounds)]
+    parts = [DIGEST.part([SumShard("w", WEIGHT[a:b], a)]) for a, b in itertools.pairwise(bounds)]
     assert torch.stack(parts).sum(0).tolist() == digest(("w", WEIGHT, 0))
 
 
@@ -74,7 +74,7 @@ def test_other_bits_have_another_digest(dtype):
 def test_name_place_and_secret_matter():
     x = WEIGHT[:100]
     found = [digest(("w", x, 0)), digest(("v", x, 0)), digest(("w", x, 1)), digest(("w", x, 4096))]
-    found.append(SumDigest(bytes(32)).part([Shard("w", x)]).tolist())
+    found.append(SumDigest(bytes(32)).part([SumShard("w", x)]).tolist())
     assert len({tuple(pair) for pair in found}) == 5
     assert len({lane for pair in found for lane in pair}) == 10  # lanes are independent
 

@@ -21,7 +21,7 @@ from scipy import stats
 
 from dpshard.errors import ConfigurationError
 from dpshard.noise import keyed
-from dpshard.noise.keyed import BLOCK, HEAD, KeyedGaussian, Shard
+from dpshard.noise.keyed import BLOCK, HEAD, KeyedGaussian, SumShard
 from dpshard.randomness import RandomSource, derive_key, first_normals
 
 SECRET = bytes(range(32))
@@ -58,8 +58,8 @@ def test_noise_does_not_depend_on_the_number_of_threads():
 def test_noise_does_not_depend_on_what_else_is_released(secure):
     """Short parts are drawn together, several pieces at once."""
     gaussian, sizes = KeyedGaussian(SECRET, secure=secure), [3, 0, 1024, 40_000, 7, 1025, *[5] * 70]
-    shards = [Shard(f"w{i}", torch.full((n,), 2.0), start=i) for i, n in enumerate(sizes)]
-    shards.append(Shard("wide", torch.full((9,), 2.0, dtype=torch.float64)))
+    shards = [SumShard(f"w{i}", torch.full((n,), 2.0), start=i) for i, n in enumerate(sizes)]
+    shards.append(SumShard("wide", torch.full((9,), 2.0, dtype=torch.float64)))
     norm = gaussian.release_(shards, step=4, std=0.5, divisor=8.0)
     assert norm.item() == pytest.approx(2 * (sum(sizes) + 9) ** 0.5)
     for shard in shards:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from dpshard.errors import ConfigurationError
 from dpshard.noise import keyed
 from dpshard.noise.digest import SumDigest
-from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, Shard
+from dpshard.noise.keyed import KeyedDiscreteGaussian, KeyedGaussian, SumShard
 from tests.seeds import fix
 
 SECRET = bytes(range(32))
@@ -21,13 +21,13 @@ KINDS = {"gaussian": KeyedGaussian(SECRET), "secure": KeyedGaussian(SECRET, secu
 KINDS["grid"] = KeyedDiscreteGaussian(SECRET)
 
 
-def parts(whole: torch.Tensor, cut: int, below: int) -> list[Shard]:
+def parts(whole: torch.Tensor, cut: int, below: int) -> list[SumShard]:
     """Four shards: rows above and below, columns left and right."""
     (rows, columns), found = whole.shape, []
     for top, bottom in ((0, below), (below, rows)):
         for left, right in ((0, cut), (cut, columns)):
             part = whole[top:bottom, left:right].contiguous()
-            found.append(Shard("w", part, top * columns + left, right - left, columns))
+            found.append(SumShard("w", part, top * columns + left, right - left, columns))
     return found
 
 
@@ -38,7 +38,7 @@ def test_columns_have_the_noise_of_the_whole(kind: str, cut: int, below: int, bl
     whole = torch.randn(7, 10, dtype=torch.float64)
     released = whole.clone()
     with mock.patch.object(keyed, "BLOCK", block), mock.patch.object(keyed, "HEAD", min(block, 8)):
-        norm = KINDS[kind].release_([Shard("w", released)], step=2, std=0.5, divisor=3.0)
+        norm = KINDS[kind].release_([SumShard("w", released)], step=2, std=0.5, divisor=3.0)
         shards = parts(whole, cut, below)
         norms = [KINDS[kind].release_([shard], step=2, std=0.5, divisor=3.0) for shard in shards]
     for shard, expected in zip(shards, parts(released, cut, below), strict=True):
@@ -50,9 +50,9 @@ def test_columns_have_the_noise_of_the_whole(kind: str, cut: int, below: int, bl
 def test_parts_have_the_digest_of_the_whole(cut: int, below: int) -> None:
     fix("digest")
     whole, digest = torch.randn(7, 10), SumDigest(SECRET)
-    assert torch.equal(digest.part(parts(whole, cut, below)), digest.part([Shard("w", whole)]))
+    assert torch.equal(digest.part(parts(whole, cut, below)), digest.part([SumShard("w", whole)]))
 
 
 def test_runs_that_overlap_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="without overlap"):
-        KINDS["gaussian"].release_([Shard("w", torch.zeros(6), 0, 3, 2)], step=0, std=1.0)
+        KINDS["gaussian"].release_([SumShard("w", torch.zeros(6), 0, 3, 2)], step=0, std=1.0)

@@ -402,17 +402,17 @@ def of_products(*sizes):
     ids=["gradients", "products", "many products", "both"],
 )
 def test_bundles_are_as_good_as_their_parts(records, count, method):
-    joined, clip_coef_B, nonfinite_B = [*bundles(records)], randn(4), torch.tensor([False, True, False, False])
+    joined, sum_weight_B, nonfinite_B = [*bundles(records)], randn(4), torch.tensor([False, True, False, False])
     assert len(joined) == count
     assert {name for bundle in joined for name in bundle.shapes} == set(records)
     for bundle in joined:
         parts = {name: records[name] for name in bundle.shapes}
         exact = sum(norms_sq(record.per_sample()) for record in parts.values())
         assert_close(bundle.record.norm_sq(method), exact)
-        sums, survivors = bundle.clipped_sums(clip_coef_B), bundle.without(nonfinite_B).clipped_sums(clip_coef_B)
+        sums, survivors = bundle.clipped_sums(sum_weight_B), bundle.without(nonfinite_B).clipped_sums(sum_weight_B)
         for name, record in parts.items():
-            assert_close(sums[name], record.clipped_sum(clip_coef_B))
-            assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(clip_coef_B))
+            assert_close(sums[name], record.clipped_sum(sum_weight_B))
+            assert_close(survivors[name], record.without(nonfinite_B).clipped_sum(sum_weight_B))
             assert sums[name].untyped_storage().nbytes() == sums[name].nbytes  # each becomes a gradient of its own
 
 

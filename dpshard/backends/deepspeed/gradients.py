@@ -17,7 +17,7 @@ from dpshard.backends.deepspeed.reducer import Reducer, Shape
 from dpshard.backends.deepspeed.sharding import ZeroSharding
 from dpshard.backends.roles import Take
 from dpshard.errors import LogicalBatchError
-from dpshard.noise.keyed import Shard
+from dpshard.noise.keyed import SumShard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
@@ -99,16 +99,16 @@ class PartitionStore:
         self._parameters, self._guard = sharding.parameters, sharding.guard
         self._private: dict[int, Tensor] = {}  # private gradients before DeepSpeed's step, by id of the master
 
-    def shards(self) -> list[Shard]:
+    def shards(self) -> list[SumShard]:
         """See GradientStore."""
         fragments = self._sharding.layout.fragments
         return [
-            Shard(name, self._reducer.fragment(name), fragments[name].start)
+            SumShard(name, self._reducer.fragment(name), fragments[name].start)
             for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
 
-    def privatize(self, release_: Callable[[Sequence[Shard]], Tensor]) -> Tensor:
+    def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
         """Keep the private gradients until DeepSpeed steps; see GradientStore."""
         with torch.no_grad():
             shards = self.shards()

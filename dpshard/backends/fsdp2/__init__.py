@@ -1,7 +1,7 @@
 """FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise are sharded.
 
 `sharding.py`: shards and unsharding. `units.py`: units and meshes. `reduction.py`: from clipped sums to shards.
-`GradStore` keeps the gradients. May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
+`DotGradStore` keeps gradients. May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from torch import nn
 from dpshard.backends.backend import Backend
 from dpshard.backends.fsdp2.reduction import UnitReduction
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
-from dpshard.backends.grad_store import GradStore
-from dpshard.backends.model_parts import Grid, Told
+from dpshard.backends.grad_store import DotGradStore
+from dpshard.backends.model_parts import DeclaredParts, Grid
 from dpshard.errors import ConfigurationError
 
 
-def fsdp2_backend(model: nn.Module, told: Told | None = None) -> Backend:
+def fsdp2_backend(model: nn.Module, told: DeclaredParts | None = None) -> Backend:
     """Return the back-end of a model on which `fully_shard` was called; `told`: its parameters are parts of one."""
     sharding = FSDP2Sharding(model, told)
-    store = GradStore(sharding)
+    store = DotGradStore(sharding)
     layout = f"shards on a mesh of {' x '.join(map(str, sharding.mesh.shape))}"
     reduction = UnitReduction(sharding, store)
     if sharding.parts is None:

@@ -25,7 +25,7 @@ from torch import Tensor
 from dpshard.backends.collectives import reduce_scatter
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
 from dpshard.backends.fsdp2.units import Unit
-from dpshard.backends.grad_store import GradStore, add
+from dpshard.backends.grad_store import DotGradStore, add
 from dpshard.backends.roles import Take
 from dpshard.errors import DpshardError, LogicalBatchError
 from dpshard.records import as_real
@@ -52,7 +52,7 @@ class UnitReduction:
 
     is_unsummed = False
 
-    def __init__(self, sharding: FSDP2Sharding, store: GradStore) -> None:
+    def __init__(self, sharding: FSDP2Sharding, store: DotGradStore) -> None:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._pass: _Pass | None = None

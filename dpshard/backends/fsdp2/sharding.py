@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
-from dpshard.backends.model_parts import ModelParts, Place, Told
+from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
@@ -26,7 +26,7 @@ class FSDP2Sharding(Sharding):
     Raises ConfigurationError for placements that dpshard does not support.
     """
 
-    def __init__(self, model: nn.Module, told: Told | None = None) -> None:
+    def __init__(self, model: nn.Module, told: DeclaredParts | None = None) -> None:
         super().__init__(model, model)
         try:
             self.mesh, self.shard_dim, of_model = mesh_of(model, self.parameters)
@@ -54,7 +54,9 @@ class FSDP2Sharding(Sharding):
             return shapes
         return {name: parts.whole_shape(name, shape) for name, shape in shapes.items()}
 
-    def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]], told: Told | None) -> ModelParts | None:
+    def _parts_of(
+        self, of_model: Mapping[str, tuple[DeviceMesh, Any]], told: DeclaredParts | None
+    ) -> ModelParts | None:
         """Return the parts that tensor parallelism made of the parameters; None without any."""
         if told is not None:
             if of_model:

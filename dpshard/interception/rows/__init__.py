@@ -9,6 +9,6 @@ of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
 from dpshard.interception.rows.copies import Copies
 from dpshard.interception.rows.doubts import Doubt, Doubts
 from dpshard.interception.rows.identity import RowIdentity
-from dpshard.interception.rows.own_loop import FedRows
+from dpshard.interception.rows.own_loop import OwnLoopRows
 
-__all__ = ["Copies", "Doubt", "Doubts", "FedRows", "RowIdentity"]
+__all__ = ["Copies", "Doubt", "Doubts", "OwnLoopRows", "RowIdentity"]

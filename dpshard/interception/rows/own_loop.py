@@ -15,7 +15,7 @@ from dpshard.interception.rows.fingerprints import Rows, mixed
 from dpshard.interception.run import Run
 
 
-class FedRows:
+class OwnLoopRows:
     """The samples fed since the last release, each once, because each forward brings other samples."""
 
     def __init__(self) -> None:

@@ -46,11 +46,11 @@ def drop_clipping(monkeypatch, of):
     """The gradients of one parameter are summed without clipping."""
 
     def summed(self, name):
-        clipped = self.clip_coef_B
+        clipped = self.sum_weight_B
         if name == of and clipped is not None:
-            self.clip_coef_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
+            self.sum_weight_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
         SUM(self, name)
-        self.clip_coef_B = clipped
+        self.sum_weight_B = clipped
 
     monkeypatch.setattr(GroupTape, "sum", summed)
     monkeypatch.setattr(dpshard.clipping.group_tape, "is_small", lambda record: False)  # joined records skip it
@@ -211,7 +211,7 @@ def _change_vectors(monkeypatch, change):
 
     def changed(self, secret, step, sums):
         found = of_step(self, secret, step, sums)
-        return found._replace(noise=replace(found.noise, vectors=change(found.noise.vectors)))
+        return found._replace(noise=replace(found.noise, terms=change(found.noise.terms)))
 
     monkeypatch.setattr(NoiseOfRun, "of_step", changed)
 

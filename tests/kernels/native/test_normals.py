@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from dpshard.kernels import native
-from dpshard.noise.keyed import KeyedGaussian, Shard
+from dpshard.noise.keyed import KeyedGaussian, SumShard
 from dpshard.randomness import UNIT, RandomSource, first_normals
 
 KEY = bytes(range(32))
@@ -64,7 +64,7 @@ def test_threads_change_no_bit(secure, set_threads):
     for threads in (1, 2, 5):
         set_threads(threads)
         x = torch.linspace(-1, 1, 300_001)
-        KeyedGaussian(KEY, secure=secure).release_([Shard("w", x)], step=0, std=2.0, divisor=3.0)
+        KeyedGaussian(KEY, secure=secure).release_([SumShard("w", x)], step=0, std=2.0, divisor=3.0)
         released.append(x)
     assert torch.equal(released[0], released[1])
     assert torch.equal(released[0], released[2])
@@ -73,7 +73,11 @@ def test_threads_change_no_bit(secure, set_threads):
 @pytest.mark.parametrize("secure", [False, True])
 def test_a_release_is_the_same_without_it_to_the_last_bits(secure, switch_off):
     def released():
-        shards = [Shard("w", torch.linspace(-1, 1, 70_001)), Shard("b", torch.ones(7)), Shard("part", torch.ones(9), 5)]
+        shards = [
+            SumShard("w", torch.linspace(-1, 1, 70_001)),
+            SumShard("b", torch.ones(7)),
+            SumShard("part", torch.ones(9), 5),
+        ]
         KeyedGaussian(KEY, secure=secure).release_(shards, step=0, std=2.0, divisor=3.0)
         return [shard.local for shard in shards]
 

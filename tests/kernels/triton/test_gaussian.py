@@ -8,7 +8,7 @@ from torch.testing import assert_close
 
 from dpshard.kernels import triton
 from dpshard.kernels.philox import standard_normals
-from dpshard.noise.keyed import BLOCK, KeyedGaussian, Shard
+from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
@@ -52,9 +52,9 @@ def test_a_release_is_the_same_with_and_without_the_kernel():
     results = []
     with mock.patch.object(KeyedGaussian, "_draws_on_cpu", return_value=False):
         for switch in ("1", "0"):
-            shards = [Shard(f"w{i}", torch.full((n,), 2.0, device=DEVICE), start=i) for i, n in enumerate(sizes)]
+            shards = [SumShard(f"w{i}", torch.full((n,), 2.0, device=DEVICE), start=i) for i, n in enumerate(sizes)]
             strided = torch.full((9, 4), 2.0, device=DEVICE)[:, ::2]
-            shards += [Shard("strided", strided), Shard("wide", torch.full((9,), 2.0, device=DEVICE).double())]
+            shards += [SumShard("strided", strided), SumShard("wide", torch.full((9,), 2.0, device=DEVICE).double())]
             with (
                 mock.patch.dict("os.environ", {"DPSHARD_TRITON": switch}),
                 mock.patch.object(triton, "release_", wraps=triton.release_) as kernel,

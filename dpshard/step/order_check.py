@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.communicator import Communicator
 from dpshard.errors import CheckpointError, DataError
-from dpshard.interception import FedRows
+from dpshard.interception import OwnLoopRows
 from dpshard.sampling import (
     MicroBatchPlan,
     Packing,
@@ -46,7 +46,7 @@ class OrderOfRun:
         fixed = mechanism.sampling == "fixed-order"
         self._taken = Participation(mechanism.sample_size, mechanism.sample_size // self._batch_size) if fixed else None
         self._source: str | None = None  # of the releases so far
-        self.fed = FedRows() if fixed else None
+        self.fed = OwnLoopRows() if fixed else None
         """Rows of a user's own loop; None if nothing watches them."""
 
     def load(

@@ -12,7 +12,7 @@ from torch import Tensor
 HALFWAY = "its backward failed half-way"
 
 
-class Forwards:
+class OwedBackwards:
     """The forwards on the samples of one tape, and whether each had a complete backward."""
 
     def __init__(self) -> None:
