@@ -23,12 +23,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(autouse=True, scope="module")
 def _garbage_is_looked_for_among_new_objects() -> None:
-    """A collection that looks at all that torch has imported takes half a second."""
-    if not gc.get_freeze_count():  # in the first test, and after a plan, which unfreezes
-        gc.collect()
-        gc.freeze()
+    """A collection that looks at all that torch has imported takes half a second; a plan unfreezes them.
+
+    To count frozen objects would take as long as most tests.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
