@@ -75,6 +75,10 @@ class Sharding(ABC):
         """The parameters in forward, for replaying derivations."""
         return self.differentiated
 
+    def tensors_of(self, name: str) -> Sequence[Tensor]:
+        """Return the tensors that plain autograd differentiates for a parameter, whose gradients add up."""
+        return [self.differentiated[name]]
+
     @property
     def held(self) -> set[Tensor]:
         """Tensors that identify an optimizer of this model; not to be changed."""

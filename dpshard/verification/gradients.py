@@ -39,7 +39,10 @@ class Differentiated(Protocol):
     """The parameters that verification differentiates."""
 
     parameters: dict[str, nn.Parameter]
-    differentiated: Mapping[str, Tensor]
+
+    def tensors_of(self, name: str) -> Sequence[Tensor]:
+        """Return the tensors that forwards use of a parameter; its gradient is the sum of theirs."""
+        ...
 
 
 class Found:
@@ -82,7 +85,8 @@ def check_gradients(
         run = replaced(bench.run, range(bench.run.batch_size), [outlier])
         bench = replace(bench, run=run)
     bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
-    plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
+    plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
+    parameters = [x for tensors in plain.values() for x in tensors]
     for objective in objectives:
         found = Found()
         twin = clipper.twin(found)
@@ -94,7 +98,7 @@ def check_gradients(
         singles = [sketched_gradients(size * objective(bench.plain([i]), [i]), plain, parts) for i in chosen]
         watched = [i != outlier for i in chosen]
         check_norms_and_sums(
-            found.sums, singles, found.norms, clipper, list(plain.values()), half=bench.half, watched=watched, size=size
+            found.sums, singles, found.norms, clipper, parameters, half=bench.half, watched=watched, size=size
         )
 
 
@@ -112,27 +116,33 @@ def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
 
 
 def sketched_gradients(
-    value: Tensor, parameters: Mapping[str, Tensor], parts: Parts | None = None
+    value: Tensor, parameters: Mapping[str, Sequence[Tensor]], parts: Parts | None = None
 ) -> dict[str, Sketch]:
     """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time.
 
-    Of DTensors, sketches are of this rank's part.
+    `parameters`: the tensors of each, whose gradients are added. Of DTensors, sketches are of this rank's part.
     """
     found: dict[str, Sketch] = {}
+    several: dict[str, Tensor] = {}
 
-    def note(name: str, gradient: Tensor | None) -> Tensor | None:
+    def note(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
         if gradient is None:  # the graph reaches the parameter, but no gradient does
             return None
-        found[name] = Sketch.of(gradient if parts is None else _own_part(name, gradient, parameters[name], parts))
+        own = gradient if parts is None else _own_part(name, gradient, parameter, parts)
+        if len(parameters[name]) == 1:
+            found[name] = Sketch.of(own)
+        else:
+            several[name] = several[name] + own if name in several else own
         if is_placed(gradient):
             return gradient
         return gradient.new_zeros(()).expand_as(gradient)  # backward keeps its result; this one takes no memory
 
     with ExitStack() as hooks:
-        for name, parameter in parameters.items():
-            hooks.callback(parameter.register_hook(functools.partial(note, name)).remove)
-        differentiate(value, list(parameters.values()))
-    return found
+        for name, tensors in parameters.items():
+            for x in tensors:
+                hooks.callback(x.register_hook(functools.partial(note, name, x)).remove)
+        differentiate(value, [x for tensors in parameters.values() for x in tensors])
+    return found | {name: Sketch.of(total) for name, total in several.items()}
 
 
 def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:

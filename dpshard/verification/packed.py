@@ -199,7 +199,8 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
     others_U[chosen] = False
     owners = Owners(run.packed.owners(device), U)
     bench.state.rewind(bench.draws)
-    plain = {name: backend.differentiated[name] for name, p in backend.parameters.items() if p.requires_grad}
+    plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
+    parameters = [x for tensors in plain.values() for x in tensors]
     for objective in objectives:
         found = Found()
         twin = clipper.twin(found)
@@ -210,14 +211,14 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
         del output
         singles = [sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
         if objective.__name__ == "along":
-            _check_strangers(found.norms, others_U, list(plain.values()), half=bench.half)
+            _check_strangers(found.norms, others_U, parameters, half=bench.half)
         norms = {index: norm_U[chosen] for index, norm_U in found.norms.items()}
         check_norms_and_sums(
             found.sums,
             singles,
             norms,
             clipper,
-            list(plain.values()),
+            parameters,
             half=bench.half,
             watched=[True] * len(chosen),
             size=1.0,

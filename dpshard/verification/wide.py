@@ -7,7 +7,7 @@ the comparison, and the failure stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +27,10 @@ class Widened:
     """The parameters in float64, by name; see gradients.Differentiated."""
 
     parameters: dict[str, nn.Parameter]
-    differentiated: Mapping[str, Tensor]
+
+    def tensors_of(self, name: str) -> Sequence[Tensor]:
+        """See Differentiated."""
+        return [self.parameters[name]]
 
 
 class OnOneRank(TorchDispatchMode):
@@ -91,7 +94,7 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         if kind not in layouts:
             made = layouts[kind] = layouts.get(kind_of_run(run), {})  # none for packed rows
         with Doubled():
-            yield in_double, Widened(parameters, values), clipper.with_values(values)
+            yield in_double, Widened(parameters), clipper.with_values(values)
     finally:
         if made is not None:
             del layouts[kind]

@@ -1,11 +1,11 @@
 """Trainings that are killed and go on: ranks are forked from one process that has loaded torch, so a restart is cheap.
 
-Usage: restarts.py kills SEED | worlds | recount | zero_worlds | zero_kills | buffered_kills. Prints a line of JSON
-behind "RESULT ".
+Usage: restarts.py kills SEED | worlds | recount | zero_worlds | zero_kills | buffered_kills | parted_kills | meshes.
+Prints a line of JSON behind "RESULT ".
 
 A kind of training is "alone", one of `update_worker.shard`, or "deepspeed-STAGE" with flags of
 `deepspeed_setup.configuration` behind plus signs. DeepSpeed trains in float32, as "+float32" has the others do.
-"+buffered": with noise over steps, from buffers.
+"+buffered": with noise over steps, from buffers. "+parted": the model and a mesh of tensor_parallel_worker.
 """
 
 import functools
@@ -36,6 +36,8 @@ from torch.utils.data import TensorDataset
 
 from dpshard import BandMF, Checkpointer, PrivacyEngine, checkpoint
 from dpshard.backends.fsdp2 import reduction
+from dpshard.backends.model_parts import ModelParts
+from tests.distributed import tensor_parallel_worker as parted
 from tests.distributed.update_worker import SECRET, Model, shard, whole
 from tests.sums import taken_for_equal
 
@@ -52,8 +54,10 @@ DEADLY = {
     "gather": (dist, "all_gather_object"),
     "reduce_scatter": (reduction, "reduce_scatter"),
     "adam": (torch.optim.Adam, "step"),
+    "norm of parts": (ModelParts, "norm_sq"),
 }
 """Calls in which a rank may be killed: in every phase of a save, and of a step."""
+OF_FSDP2 = tuple(call for call in DEADLY if call != "norm of parts")
 OF_A_SAVE = ("fsync", "rename", "digest", "chmod", "torch.save", "gather")
 
 
@@ -107,13 +111,18 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         model = zero.start(model, config, make_optimizer(model.parameters()))
         optimizer, inner = model.optimizer, model.optimizer.optimizer
         parameters_of = zero.masters if "bf16" in flags else zero.whole
+    elif "parted" in flags:
+        model = parted.distribute(parted.Model().double(), kind, set())
+        optimizer = inner = make_optimizer(model.parameters(), foreach=False)  # meshes of parameters differ
+        parameters_of = parted.whole
     else:
         model = model if kind == "alone" else shard(model, kind)
         optimizer = inner = make_optimizer(model.parameters())
         parameters_of = whole
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(
-        torch.randint(0, 11, (SAMPLES, 4), generator=generator), torch.randint(0, 11, (SAMPLES,), generator=generator)
+        torch.randint(0, 11, (SAMPLES, parted.T if "parted" in flags else 4), generator=generator),
+        torch.randint(0, 11, (SAMPLES,), generator=generator),
     )
     correlation = BandMF(bands=3, buffers=True)
     engine = PrivacyEngine(
@@ -218,7 +227,7 @@ def _rank(world: int, rank: int, scratch: Path, work: Callable[[], dict[str, Any
 def kills(seed: int) -> dict[str, Any]:
     draw = random.Random(seed)
     moments = [
-        *(Kill(wait=True, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in DEADLY),
+        *(Kill(wait=True, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in OF_FSDP2),
         *(Kill(wait=False, rank=draw.randrange(2), call=call, count=draw.randint(1, 6)) for call in OF_A_SAVE),
         *(Kill(wait=bool(i % 2), seconds=draw.uniform(0.05, 1.0)) for i in range(2)),
     ]
@@ -339,8 +348,41 @@ def buffered_kills() -> dict[str, Any]:
     )
 
 
+def parted_kills() -> dict[str, Any]:
+    """Tensor parallelism, one rank killed in a save and in a step, then both."""
+    return killed(
+        "tp+parted",
+        [
+            Kill(wait=True, rank=0, call="rename", count=3),
+            Kill(wait=True, rank=1, call="adam", count=2),
+            Kill(wait=True, seconds=1.0),
+        ],
+    )
+
+
+def meshes() -> dict[str, Any]:
+    """Killed on one mesh, continued on another: what was ever seen of each step, and what the ledger counted."""
+    with tempfile.TemporaryDirectory() as place:
+        undisturbed = run(2, lambda: train("data+parted", Path(place), None))
+    found: dict[str, Any] = {"undisturbed": undisturbed}
+    for name, world, kind, kill in (
+        ("in a backward", 2, "tp", Kill(wait=True, rank=1, call="norm of parts", count=3)),
+        ("in a save", 2, "tp", Kill(wait=True, rank=0, call="rename", count=3)),
+        ("after a release", 4, "fsdp2", Kill(wait=True, rank=3, call="adam", count=4)),
+    ):
+        with tempfile.TemporaryDirectory() as place:
+            folder, log = Path(place, "run"), Path(place, "log")
+            log.touch()
+            died = run(world, lambda: train(f"{kind}+parted", folder, log), kill) is None  # noqa: B023
+            again = run(world, lambda: train("data+parted", folder, log))  # noqa: B023
+            assert died
+            assert again is not None
+            found[name] = {**again, "seen": len(set(log.read_text().splitlines()))}
+    return found
+
+
 if __name__ == "__main__":
     scenarios = {"worlds": worlds, "recount": recount, "zero_worlds": zero_worlds, "zero_kills": zero_kills}
-    scenarios["buffered_kills"] = buffered_kills
+    scenarios |= {"buffered_kills": buffered_kills, "parted_kills": parted_kills, "meshes": meshes}
     found = kills(int(sys.argv[2])) if sys.argv[1] == "kills" else scenarios[sys.argv[1]]()
     print("RESULT", json.dumps(found), flush=True)

@@ -8,7 +8,8 @@ parallelism), tracked (adaptive thresholds), correlated and buffered (noise over
 steps; see CORRELATED), logits (the head's output stays in parts), loss (so does its loss), tied,
 checkpoint, compiled, verified, resumed (a checkpoint after the first step goes on under FSDP2 alone, over all ranks),
 started (so does one of FSDP2 on this mesh), strangers (ranks of one model get different samples), digested (the noise
-depends on the sums, as in use), and the planted faults of `FAULTS`.
+depends on the sums, as in use), retied (tied after FSDP has sharded both tables, as torchtitan does), and the planted
+faults of `FAULTS`.
 """
 
 import math
@@ -155,6 +156,8 @@ def distribute(model: Model, backend: str, options: set[str]) -> nn.Module:
     for block in model.blocks:
         fully_shard(block, mesh=data)
     fully_shard(model, mesh=data)
+    if "retied" in options:
+        model.head.weight = model.embedding.weight
     return model
 
 
@@ -288,7 +291,7 @@ def compare(case: str) -> dict[str, Any]:
     options = set(chosen)
     torch.manual_seed(0)
     alone, parted = Model().double(), Model().double()
-    if "tied" in options:
+    if options & {"tied", "retied"}:
         alone.head.weight = alone.embedding.weight
     parted.load_state_dict(alone.state_dict())
     before = {name: p.detach().clone() for name, p in alone.named_parameters()}

@@ -39,6 +39,28 @@ def test_a_run_with_buffers_of_noise_that_is_killed_goes_on_as_if_nothing_had_be
     assert_undisturbed(found)
 
 
+@pytest.mark.exhaustive
+def test_a_run_in_parts_that_is_killed_goes_on_as_if_nothing_had_been() -> None:
+    found = restarts("parted_kills")
+    assert found["deaths"] == 3
+    assert_undisturbed(found)
+
+
+@pytest.mark.exhaustive
+def test_a_run_in_parts_that_is_killed_goes_on_without_parts_and_counts_what_was_seen() -> None:
+    """The repeated step has other sums, and so other noise; the ledger has no more releases than there were."""
+    found = restarts("meshes")
+    assert {name: result["step"] for name, result in found.items()} == dict.fromkeys(found, STEPS)
+    releases = {name: result["releases"] for name, result in found.items()}
+    repeated = STEPS + 1
+    expected = {"undisturbed": STEPS, "in a backward": STEPS, "in a save": repeated, "after a release": repeated}
+    assert releases == expected
+    epsilon = {result["releases"]: result["epsilon"] for result in found.values()}
+    assert epsilon[repeated] > epsilon[STEPS]
+    assert found["in a save"]["seen"] == repeated  # on both meshes, with other bits
+    assert all(result["seen"] <= result["releases"] for name, result in found.items() if name != "undisturbed")
+
+
 def assert_undisturbed(found: dict) -> None:
     assert found["replayed"] > 0
     assert found["differing"] == []  # every step, however often it was taken, ended in the same parameters

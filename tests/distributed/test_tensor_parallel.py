@@ -36,7 +36,7 @@ CORRELATED = ("fsdp2:all-layer:auto+correlated", "fsdp2:layer-wise:auto+buffered
 CORRELATED_RESUMED = ("fsdp2:all-layer:auto+resumed+buffered", "fsdp2:all-layer:auto+started+correlated")
 ITEMS = [
     *(pytest.param(2, f"tp:{case}") for case in EXACT),
-    pytest.param(2, "fsdp2:layer-wise:auto+checkpoint"),
+    *(pytest.param(2, case) for case in ("fsdp2:layer-wise:auto+checkpoint", "fsdp2:all-layer:auto+retied+verified")),
     pytest.param(2, "tp:all-layer:auto+resumed"),
     *(pytest.param(2, f"tp:{case}", marks=pytest.mark.exhaustive) for case in THOROUGH),
     *(pytest.param(4, f"tp:{case}", marks=pytest.mark.exhaustive) for case in ON_FOUR),

@@ -5,6 +5,7 @@ the model is not seen (the head in a chunked loss, a table in parts); a resumed 
 """
 
 import sys
+from dataclasses import fields
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -29,6 +30,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
+    "tensor, tied": {"tp": 2, "tied": True},
     "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
     "hsdp": {"copies": 2, "checkpointing": "selective", "compiled": True},
 }
@@ -89,8 +91,14 @@ def _packed_in_parts(config: Any) -> None:
     config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree = 2, 2
 
 
-def _tied_in_parts(config: Any) -> None:
-    config.model_spec.model.enable_weight_tying, config.parallelism.tensor_parallel_degree = True, 2
+def _other_in_parts(config: Any) -> None:
+    from torchtitan.models.common.decoder import Decoder
+
+    model = config.model_spec.model
+    config.model_spec.model = Decoder.Config(
+        **{field.name: getattr(model, field.name) for field in fields(Decoder.Config)}
+    )
+    config.parallelism.tensor_parallel_degree = 2
 
 
 def _compiled_in_parts(config: Any) -> None:
@@ -113,7 +121,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "float8": (_quantized, "float8"),
     "packed without masks": (_set("privacy.documents_per_row", 2), "documents_per_row=2 needs attention"),
     "packed in parts": (_packed_in_parts, "documents_per_row=2 does not go with tensor_parallel_degree"),
-    "tied in parts": (_tied_in_parts, "tensor_parallel_degree > 1 is verified for Llama 3 and Qwen 3 with a head"),
+    "another in parts": (_other_in_parts, "tensor_parallel_degree > 1 is verified for Llama 3 and Qwen 3, and for no"),
     "no document": (_set("privacy.documents_per_row", 0), "documents_per_row=0 must be"),
     "chunked loss": (_chunked, "the loss must be CrossEntropyLoss"),
     "stream": (_streamed, "the dataloader must be Documents.Config"),

@@ -35,6 +35,7 @@ def configured(folder: Path, **options: Any) -> Any:
     config.privacy.documents_per_row = options.get("per_row", 1)
     if config.privacy.documents_per_row == 1:
         causal(config.model_spec.model)
+    config.model_spec.model.enable_weight_tying = options.get("tied", False)
     if options.get("compiled"):
         config.compile.enable, config.compile.backend = True, "aot_eager"
     return config

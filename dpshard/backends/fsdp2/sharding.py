@@ -41,6 +41,8 @@ class FSDP2Sharding(Sharding):
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
         """Unsharded parameters, as last seen in forward; before, the sharded ones."""
+        self._unsharded: dict[str, set[Tensor]] = {}
+        self._seen: set[Tensor] = set()
         self.differentiated: Mapping[str, Tensor] = self.whole
         self.data = Communicator(self.mesh.size(), self._group, self.compute_device)
         self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
@@ -100,7 +102,11 @@ class FSDP2Sharding(Sharding):
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
         # FSDP swaps the attributes of a module during its forward.
-        return self.parameters.get(name) is parameter or self.whole.get(name) is parameter
+        return self.parameters.get(name) is parameter or parameter in self._seen
+
+    def tensors_of(self, name: str) -> Sequence[Tensor]:
+        """Return the unsharded parameter: several tensors, if modules share it since FSDP sharded each of them."""
+        return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     def _accumulated(self, name: str, _: object = None) -> None:
         # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
@@ -128,9 +134,11 @@ class FSDP2Sharding(Sharding):
         for owner, attribute, name in unit.places if unit is not None else ():
             parameter = owner._parameters[attribute]
             assert parameter is not None
-            if self.whole[name] is not parameter:
-                self.whole[name] = parameter
+            if parameter not in self._seen:
+                self._seen.add(parameter)
+                self._unsharded.setdefault(name, set()).add(parameter)
                 self.guard.watch(name, parameter.requires_grad_())
+            self.whole[name] = parameter
             # FSDP makes it once, and ignores later changes of requires_grad of the sharded parameter.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
