@@ -30,7 +30,8 @@ from dpshard.rules.torch_functions import Function, function_name, functions_nam
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
 """Functions with a number of output rows that depends on the data."""
 
-ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"])
+_SCATTERING = functions_named(["scatter_add", "scatter_add_"])
+ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"]) | _SCATTERING
 """Functions that write rows into their first argument at given numbers."""
 
 _SELECTING = functions_named(["index_select"])
@@ -99,6 +100,14 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
     if not isinstance(rows, Tensor) or rows.dim() != 1 or rows.dtype in (torch.bool, torch.uint8):
         return None
     return (x, dim, rows, dim + shift) if dim in (0, 1) else None
+
+
+def _targets(func: Function, index: Tensor) -> Tensor | None:
+    """Return the rows [N] that rows are added to; None if the elements of a row are scattered."""
+    if func not in _SCATTERING:
+        return index.view(-1)
+    whole = index.dim() == 2 and index.shape[1] > 0 and (index.stride(1) == 0 or bool((index == index[:, :1]).all()))
+    return index[:, 0] if whole else None
 
 
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
@@ -186,7 +195,8 @@ class Routing:
         lost = picks(func, args) or any(self.lost(x) for x in tensors)
         if func is Tensor.__setitem__ and not lost and not isinstance(args[2], Tensor):
             return  # writes a number, not rows
-        if func in ADDING or func is Tensor.__setitem__:
+        within = func in _SCATTERING and argument(args, kwargs, 1, "dim") != 0
+        if (func in ADDING and not within) or func is Tensor.__setitem__:
             if lost or routed:
                 self._add(func, args, kwargs, outputs or [args[0]])
         elif lost:
@@ -264,9 +274,9 @@ class Routing:
         if func is Tensor.__setitem__:
             base, rows, source = args[0], _row_numbers(args[1]), args[2]
         else:
-            along_rows = argument(args, kwargs, 1, "dim") == 0
-            base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, "source")
-            rows = rows.view(-1) if along_rows and rows is not None else None
+            named = "src" if func in _SCATTERING else "source"
+            base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, named)
+            rows = _targets(func, rows) if argument(args, kwargs, 1, "dim") == 0 and rows is not None else None
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
         if home is None or own is None or rows is None or not torch.equal(home[rows], own):

@@ -1,7 +1,8 @@
-"""torchtitan's debug model trains by a PrivateTrainer as its documents one at a time do, and resumes bit for bit.
+"""torchtitan's debug models train by a PrivateTrainer as their documents one at a time do, and resume bit for bit.
 
 Failure modes: a document's gradient depends on others in its row or batch, or on the count of all tokens; a part of
-the model is not seen (the head in a chunked loss, a table in parts); a resumed run forgets a release.
+the model is not seen (the head in a chunked loss, a table in parts, experts); counts of tokens move the choice of
+experts without noise; a resumed run forgets a release.
 """
 
 import sys
@@ -26,7 +27,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"checkpointing": "selective"},
     "packed": {"per_row": 3, "style": "layer-wise"},
     "bfloat16": {"precision": "bfloat16"},
+    "experts": {"experts": "wide", "bound": 5.0, "checkpointing": "selective"},
     "ddp": {"copies": 2, "checkpointing": "full", "compiled": True, "style": "block-wise"},
+}
+MORE: dict[str, dict[str, Any]] = {
+    "packed experts": {"experts": "wide", "bound": 5.0, "per_row": 3, "style": "block-wise"},
+    "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
@@ -49,10 +55,20 @@ def _set(path: str, value: Any) -> Any:
     return change
 
 
-def _experts(config: Any) -> None:
-    from torchtitan.models.deepseek_v3 import model_registry
+def _experts(path: str = "", value: Any = None, **options: Any) -> Any:
+    def change(config: Any) -> None:
+        from torchtitan.models.deepseek_v3 import model_registry
 
-    config.model_spec = model_registry("debugmodel", attn_backend="flex", moe_comm_backend="standard")
+        config.model_spec = model_registry("debugmodel", **options)
+        if path:
+            _set(path, value)(config)
+
+    return change
+
+
+def _forced(config: Any) -> None:
+    _experts()(config)
+    config.model_spec.model.layers[1].moe.router._debug_force_load_balance = True
 
 
 def _quantized(config: Any) -> None:
@@ -117,7 +133,11 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "memory budget": (_budgeted, "MemoryBudgetAC"),
     "fake ranks": (_set("comm.mode", "fake_backend"), "comm.mode='fake_backend'"),
     "no model": (_set("model_spec", None), "the model is not a decoder"),
-    "experts": (_experts, "mixtures of experts"),
+    "compiled experts": (_experts("compile.enable", True), "compile of the model does not go with a mixture"),
+    "experts in parts": (_experts("parallelism.tensor_parallel_degree", 2), "not verified for mixtures of experts"),
+    "experts by DeepEP": (_experts(moe_comm_backend="deepep"), "only moe_comm_backend='standard'"),
+    "forced balance": (_forced, "_debug_force_load_balance"),
+    "further tokens": (_experts(num_mtp_layers=1), "multi-token prediction"),
     "float8": (_quantized, "float8"),
     "packed without masks": (_set("privacy.documents_per_row", 2), "documents_per_row=2 needs attention"),
     "packed in parts": (_packed_in_parts, "documents_per_row=2 does not go with tensor_parallel_degree"),
@@ -148,6 +168,12 @@ def test_the_update_is_that_of_single_documents(case: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("case", MORE)
+def test_further_updates_are_those_of_single_documents(case: str) -> None:
+    check(found(2, *MORE)[case])
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_the_update_on_four_ranks_is_that_of_single_documents(case: str) -> None:
     check(found(4, *ON_FOUR)[case])
@@ -162,6 +188,7 @@ def check(ranks: list[Any], precision: str = "float32") -> None:
         clipped, true = rank["clipped"]
         assert clipped == pytest.approx(true)
         assert 0 < clipped < 1
+        assert rank["counted"] == 0
 
 
 def test_a_resumed_run_repeats_its_last_step_at_no_cost_and_counts_it_if_sums_differ() -> None:

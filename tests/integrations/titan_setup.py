@@ -9,7 +9,7 @@ torchtitan knows no CPUs, and its 0.3.0 is made for a newer torch. What is chang
 
 import sys
 import types
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +63,8 @@ from torchtitan.hf_datasets import DatasetConfig  # noqa: E402
 from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
+from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
+from torchtitan.models.deepseek_v3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
 from dpshard.integrations.torchtitan import Privacy, PrivateTrainer, private  # noqa: E402
@@ -101,6 +103,23 @@ class Float8(Linear):
         pass
 
 
+class WideExperts(GroupedExperts):
+    """torchtitan's experts, which compute in bfloat16 whatever the model does, in the model's own precision."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(GroupedExperts.Config):
+        pass
+
+    def forward(self, x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        def product(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            if x.dtype == torch.float64:  # in which torch has no such product
+                return torch.cat([rows @ w[e].T for e, rows in enumerate(x.split(counts.tolist()))])
+            return self._grouped_mm(A=x, B_t=w.mT, offs=counts.cumsum(0, dtype=torch.int32))
+
+        h = torch.nn.functional.silu(product(x, self.w1_EFD)) * product(x, self.w3_EFD)
+        return product(h, self.w2_EDF)
+
+
 def debug_run() -> PrivateTrainer.Config:
     """The debug model with two blocks, on 16 short texts; all are drawn in every step, in two micro-batches of each of
     two ranks."""
@@ -114,6 +133,16 @@ def debug_run() -> PrivateTrainer.Config:
     config.tokenizer, config.debug.seed = Bytes.Config(), 0
     config.debug.enable_structured_logging = False
     return config
+
+
+def mixture(config: PrivateTrainer.Config, wide: bool) -> None:
+    """Give a run DeepSeek's debug model instead: a dense block, and one with eight experts."""
+    config.model_spec = model_registry("debugmodel")
+    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    if wide:
+        experts = config.model_spec.model.layers[1].moe.routed_experts
+        given = {f.name: getattr(experts.inner_experts, f.name) for f in fields(experts.inner_experts)}
+        experts.inner_experts = WideExperts.Config(**given)
 
 
 def causal(model: Any) -> None:

@@ -1,7 +1,7 @@
 """Trains torchtitan's debug model by a PrivateTrainer on each rank; reports how exact the update was.
 
-Usage, on each rank: python titan_worker.py FOLDER CASE..., of test_torchtitan.py's CASES and ON_FOUR, or "resumed",
-"elsewhere", "refused", "command line".
+Usage, on each rank: python titan_worker.py FOLDER CASE..., of CASES, MORE and ON_FOUR of test_torchtitan.py, or
+"resumed", "elsewhere", "refused", "command line".
 """
 
 import copy
@@ -18,19 +18,21 @@ from torch import Tensor
 from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
 from tests.distributed.rank import main
-from tests.integrations.test_torchtitan import CASES, ON_FOUR, REFUSED
-from tests.integrations.titan_setup import CHECKPOINTING, TEXTS, Bytes, ConfigManager, causal, debug_run
+from tests.integrations.test_torchtitan import CASES, MORE, ON_FOUR, REFUSED
+from tests.integrations.titan_setup import CHECKPOINTING, TEXTS, Bytes, ConfigManager, causal, debug_run, mixture
 
 
 def configured(folder: Path, **options: Any) -> Any:
     config = debug_run()
     config.dump_folder = str(folder)
+    if "experts" in options:
+        mixture(config, wide=options["experts"] == "wide")
     parallel = config.parallelism
     parallel.tensor_parallel_degree = options.get("tp", 1)
     parallel.data_parallel_replicate_degree = options.get("copies", 1)
     config.training.mixed_precision_param = options.get("precision", "float32")
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
-    config.privacy.max_grad_norm = R
+    config.privacy.max_grad_norm = options.get("bound", 3.0)
     config.privacy.clipping_style = options.get("style", "all-layer")
     config.privacy.documents_per_row = options.get("per_row", 1)
     if config.privacy.documents_per_row == 1:
@@ -41,7 +43,8 @@ def configured(folder: Path, **options: Any) -> Any:
     return config
 
 
-R = 3.0
+# Counts of tokens, and what they move
+COUNTED = ("expert_bias_E", "tokens_per_expert_E")
 
 
 def whole(x: Any) -> Tensor:
@@ -54,11 +57,11 @@ def plain_name(name: str) -> str:
 
 def update(folder: Path, case: str) -> dict[str, Any]:
     """The error of the sum that reaches the optimizer, relative to that of single documents, in float64."""
-    trainer = configured(folder, **(CASES | ON_FOUR)[case]).build()
+    trainer = configured(folder, **(CASES | MORE | ON_FOUR)[case]).build()
     before = {plain_name(name): whole(p).detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
     trainer.train()
     found = {plain_name(name): whole(p.grad) for name, p in trainer.model_parts[0].named_parameters()}
-    engine = trainer.engine
+    engine, buffers = trainer.engine, trainer.model_parts[0].named_buffers()
     figures, groups = engine.metrics(), engine.mechanism.clipping_groups
     true, losses, clipped = of_single_documents(trainer, before, groups, list(engine.thresholds.values()))
     trainer.close()
@@ -71,6 +74,7 @@ def update(folder: Path, case: str) -> dict[str, Any]:
         "error": off / size,
         "loss": figures["loss"] / losses - 1,
         "clipped": [figures["clip_fraction"], clipped],
+        "counted": sum(float(x.abs().sum()) for name, x in buffers if name.endswith(COUNTED)),
         "groups": len(groups),
     }
 

@@ -87,7 +87,14 @@ def by_select(m, x):
     return home(x, rows, F.silu(m.map(torch.index_select(flat(x), 0, rows))))
 
 
-@pytest.mark.parametrize("use", [by_mask, by_numbers, by_select])
+def by_scatter(m, x):
+    rows = chosen(x).flatten().nonzero()[:, 0]
+    values = m.map(flat(x)[rows]).tanh()
+    out = torch.zeros(flat(x).shape[0], 4, dtype=x.dtype).scatter_add(0, rows[:, None].expand_as(values), values)
+    return out.scatter_add_(0, rows[:, None].repeat(1, 4), values).view(*x.shape[:2], -1)
+
+
+@pytest.mark.parametrize("use", [by_mask, by_numbers, by_select, by_scatter])
 def test_rows_that_are_left_out(use):
     assert_exact(Use(use, before=D, map=nn.Linear(D, 4)), randn(B, T, D))
 
@@ -363,6 +370,20 @@ def test_rows_that_do_not_come_home():
         map=nn.Linear(D, 4),
         after=nn.Linear(4, 2),
     )
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_elements_that_are_scattered_to_other_samples(column):
+    """Of each row one element, the first or another, goes to the next sample."""
+
+    def use(m, x):
+        rows = torch.arange(len(x) * T)
+        values, home = m.map(flat(x)[rows]), rows[:, None].repeat(1, 4)
+        home[:, column] = home[:, column].roll(T)
+        return m.after(torch.zeros_like(values).scatter_add(0, home, values).view(-1, T, 4))
+
+    parts = {"map": nn.Linear(D, 4), "after": nn.Linear(4, 2)}
+    refused(use, randn(B, T, D), match=r"after.*the sample of each row is unknown", **parts)
 
 
 def test_a_function_that_looks_beyond_a_row():

@@ -11,9 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.overrides import _pop_mode_temporarily
+from torchtitan.components.optimizer import register_moe_load_balancing_hook
 from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.models.common.embedding import Embedding
+from torchtitan.models.common.moe import MoE
+from torchtitan.ops.scatter_add import deterministic_scatter_add
 from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
+
+from dpshard.rules.registry import composite
 
 MASKED = (FlexAttention.Config, VarlenAttention.Config)
 """Attention that stays within documents, by masks made from positions."""
@@ -41,6 +47,14 @@ def prepared(spec: Any) -> Any:
     """Return a ModelSpec whose model the engine can see through."""
     table = spec.model.tok_embeddings
     spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
+    after_optimizer = spec.post_optimizer_build_fn
+    if after_optimizer is register_moe_load_balancing_hook:
+        after_optimizer = None
+        if any(mixture.load_balance_coeff is not None for _, mixture, *_ in spec.model.traverse(MoE.Config)):
+            logger.warning(
+                "The load of experts is not balanced: counts of tokens would move expert_bias_E without noise. It "
+                "stays as it is loaded."
+            )
 
     def parallelize(model: Any, **options: Any) -> Any:
         if isinstance(spec.model.first_attention.inner_attention, MASKED):
@@ -48,9 +62,34 @@ def prepared(spec: Any) -> Any:
         for module in model.modules():
             if isinstance(module, FlexAttention):
                 module.forward = _without_modes(module.forward)
+            if isinstance(module, MoE):
+                _leave_uncounted(module)
         return spec.parallelize_fn(model, **options)
 
-    return dataclasses.replace(spec, parallelize_fn=parallelize)
+    return dataclasses.replace(spec, parallelize_fn=parallelize, post_optimizer_build_fn=after_optimizer)
+
+
+def _leave_uncounted(mixture: Any) -> None:
+    """Keep a mixture of experts, though not what it consists of, out of training mode, in which it counts tokens."""
+
+    def train(mode: bool = True) -> Any:
+        type(mixture).train(mixture, mode)
+        mixture.training = False
+        return mixture
+
+    mixture.train = train
+    mixture.train(mixture.training)
+
+
+@composite(deterministic_scatter_add._opoverload)
+def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
+    """Do what torchtitan's operator does, in a function that the engine knows."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True)
+    try:
+        return out.scatter_add(0, index, src)
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def _mask_within(model: Any) -> None:

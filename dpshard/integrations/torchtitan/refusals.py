@@ -10,7 +10,8 @@ from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
 from torchtitan.models.common.decoder import Decoder
-from torchtitan.models.common.moe import MoE
+from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
+from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 from torchtitan.models.llama3.model import Llama3Model
 from torchtitan.models.qwen3.model import Qwen3Model
 from torchtitan.tools import filesystem
@@ -28,9 +29,10 @@ def check(config: Any) -> None:
     model = None if config.model_spec is None else config.model_spec.model
     refused = _of_ranks(config.parallelism) | _of_execution(config)
     if isinstance(model, Decoder.Config):
+        refused |= _of_experts(model, config)
         refused |= _of_model(model, config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree)
     else:
-        refused["the model is not a decoder of text. Choose one of torchtitan's dense language models."] = True
+        refused["the model is not a decoder of text. Choose one of torchtitan's language models."] = True
     refused |= _of_training(config)
     for reason, holds in refused.items():
         if holds:
@@ -61,8 +63,11 @@ def _of_ranks(parallelism: Any) -> dict[str, bool]:
     }
 
 
+def _compiles(config: Any) -> bool:
+    return config.compile.enable and "model" in config.compile.components
+
+
 def _of_execution(config: Any) -> dict[str, bool]:
-    compiled = config.compile.enable and "model" in config.compile.components
     return {
         "torchtitan calls torch.distributed.set_timeout after the first step, which this torch lacks. Install a newer "
         "torch.": not hasattr(torch.distributed, "set_timeout"),
@@ -70,7 +75,7 @@ def _of_execution(config: Any) -> dict[str, bool]:
         "training.disable_cuda_graphs.": not config.training.disable_cuda_graphs,
         "compile of the model does not go with tensor_parallel_degree > 1, because the engine does not see parts of "
         "parameters in a compiled region. Choose one of the two.": (
-            compiled and config.parallelism.tensor_parallel_degree > 1
+            _compiles(config) and config.parallelism.tensor_parallel_degree > 1
         ),
         "MemoryBudgetAC was not tested with private training. Choose FullAC or SelectiveAC.": isinstance(
             config.activation_checkpoint, MemoryBudgetAC.Config
@@ -84,8 +89,6 @@ def _of_execution(config: Any) -> dict[str, bool]:
 def _of_model(model: Any, documents_per_row: int, parts: int) -> dict[str, bool]:
     masked = isinstance(model.first_attention.inner_attention, MASKED)
     return {
-        "mixtures of experts balance the load by counts of all tokens, which no noise covers, and the products of "
-        "their experts have no rule. Choose a dense model.": any(True for _ in model.traverse(MoE.Config)),
         "float8, MXFP8 and NVFP4 have backward passes of their own, which the engine does not see. Leave the "
         "converters out.": has_quantization(model),
         "tensor_parallel_degree > 1 is verified for Llama 3 and Qwen 3, and for no other model yet. Leave it at 1.": (
@@ -97,6 +100,27 @@ def _of_model(model: Any, documents_per_row: int, parts: int) -> dict[str, bool]
         ),
         f"documents_per_row={documents_per_row} needs attention that stays within a document. Choose the attention "
         f"'flex' or 'varlen', or documents_per_row=1.": documents_per_row > 1 and not masked,
+    }
+
+
+def _of_experts(model: Any, config: Any) -> dict[str, bool]:
+    mixtures = [mixture for _, mixture, *_ in model.traverse(MoE.Config)]
+    dispatchers = {type(mixture.routed_experts.token_dispatcher) for mixture in mixtures}
+    routers = [router for _, router, *_ in model.traverse(TokenChoiceTopKRouter.Config)]
+    return {
+        "multi-token prediction has a loss of its own, which mixes documents. Set num_mtp_layers to 0.": bool(
+            getattr(model, "mtp_layers", None)
+        ),
+        "compile of the model does not go with a mixture of experts: it would fix how many tokens an expert gets. "
+        "Leave 'model' out of compile.components.": bool(mixtures) and _compiles(config),
+        "tensor_parallel_degree > 1 is not verified for mixtures of experts. Leave it at 1.": (
+            bool(mixtures) and config.parallelism.tensor_parallel_degree > 1
+        ),
+        "only moe_comm_backend='standard' tells which document a token of an expert belongs to. Choose it.": not (
+            dispatchers <= {AllToAllTokenDispatcher.Config, LocalTokenDispatcher.Config}
+        ),
+        "_debug_force_load_balance gives tokens to experts by their place in the micro-batch, which depends on other "
+        "documents. Leave it off.": any(router._debug_force_load_balance for router in routers),
     }
 
 
