@@ -3,7 +3,8 @@
 Usage: torchrun --nproc_per_node=W correlated_worker.py noise BACKEND FOLDER; of each of RUNS, rank r leaves
 FOLDER/RUN/r.pt: per parameter its elements on this rank, one row a step, and the place of the first of them in the
 whole parameter.
-Or: correlated_worker.py memory BANDS: the most bytes that torch and numpy held while the last step got its noise.
+Or: correlated_worker.py memory: the most bytes that torch and numpy held while the last step got its noise, for one
+vector and for MANY.
 """
 
 import sys
@@ -25,6 +26,7 @@ from tests.distributed.noise_worker import local, noises, save, sharded
 from tests.distributed.rank import main
 
 STEPS, SIGMA, THRESHOLD, BATCH_SIZE, BANDS, SAMPLES = 8, 0.7, 3.0, 6, 4, 18
+MANY = 16
 SECRET = bytes(range(32))
 RUNS: dict[str, dict[str, Any]] = {
     "banded-inverse": {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=BANDS)},
@@ -85,9 +87,14 @@ class _Live(TorchDispatchMode):
         self.now -= size
 
 
-def memory() -> dict[str, int]:
-    """Only the last of 64 steps draws noise; it has as many vectors as bands."""
-    bands, steps = int(sys.argv[2]), 64
+def memory() -> list[dict[str, int]]:
+    """That of MANY vectors comes first, with what is made at first use."""
+    return [_memory(bands) for bands in (MANY, 1)][::-1]
+
+
+def _memory(bands: int) -> dict[str, int]:
+    """Only the last of MANY steps draws noise; it has as many vectors as bands."""
+    steps = MANY
     model = nn.Sequential(nn.Linear(1024, 2048, bias=False), nn.Linear(2048, 1, bias=False))
     fully_shard(model[0])
     model = fully_shard(model)
@@ -109,6 +116,8 @@ def memory() -> dict[str, int]:
             tracemalloc.stop()
         optimizer.step()
         optimizer.zero_grad()
+    KeyedGaussian.release_ = release_
+    engine.detach()
     shard = sum(local(p).numel() * 4 for p in model.parameters())
     return {"peak": numpy + live.most, "shard": shard, "vectors": len(engine.mechanism.noise_weights(steps - 1))}
 
