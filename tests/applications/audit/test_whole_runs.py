@@ -8,6 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
+import torch
 
 from dpshard import BandedInverse, BandMF
 from dpshard.accounting import courses
@@ -17,7 +18,7 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.sampling import FixedOrderSampler
 from tests.applications.audit.test_steps import classifier
 
-SIGMA = 1.0
+SIGMA = 0.75
 
 
 @pytest.fixture(autouse=True)
@@ -26,18 +27,19 @@ def known_secrets(monkeypatch):
     monkeypatch.setattr("dpshard.engine.new_run_secret", lambda: next(numbers).to_bytes(32, "little"))
 
 
-def audit(samples=2, bands=3):
-    """One sample a step, 8 steps: the canary is in 8 / samples of them."""
+def audit(samples=2, steps=4, trials=100):
+    """One sample a step: the canary is in steps / samples of them."""
     model, x, y, loss = classifier()
-    options = {"noise_correlation": BandedInverse(bands=bands), "noise_multiplier": SIGMA, "trials": 100}
-    return audit_runs(model, x[:samples], y[:samples], loss, steps=8, batch_size=1, **options)
+    options = {"noise_correlation": BandedInverse(bands=3), "noise_multiplier": SIGMA, "trials": trials}
+    rows = torch.arange(samples) % len(x)
+    return audit_runs(model, x[rows], y[rows], loss, steps=steps, batch_size=1, **options)
 
 
 def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
     found = audit()
     assert found.accounted_mu == 1 / SIGMA
     assert found.refuted_at() is None
-    assert 0.4 < found.trials.mu(0.95) < 1.3
+    assert 0.6 < found.trials.mu(0.95) < 1.6
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_runs_of_random_batches_are_audited(options):
 
 
 def participate_at_every_step(monkeypatch):
-    monkeypatch.setattr(FixedOrderSampler, "draw", lambda self, step: np.array([3]))
+    monkeypatch.setattr(FixedOrderSampler, "draw", lambda self, step: np.array([5]))
 
 
 def count_a_single_column(monkeypatch):
@@ -79,13 +81,14 @@ def weaken_the_vectors(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("fault", "samples"),
+    ("fault", "run"),
     [
-        (participate_at_every_step, 4),
-        (count_a_single_column, 1),
-        pytest.param(weaken_the_vectors, 2, marks=pytest.mark.exhaustive),
+        (participate_at_every_step, {"samples": 6, "steps": 6, "trials": 80}),
+        (count_a_single_column, {"samples": 1, "steps": 8, "trials": 80}),
+        pytest.param(weaken_the_vectors, {}, marks=pytest.mark.exhaustive),
     ],
 )
-def test_a_fault_is_refuted(fault, samples, monkeypatch):
+def test_a_fault_is_refuted(fault, run, monkeypatch):
+    """The first two multiply mu by 4.7 and 4.8: under a random secret, more than 99% of audits refute them."""
     fault(monkeypatch)
-    assert audit(samples).refuted_at() is not None
+    assert audit(**run).refuted_at() is not None
