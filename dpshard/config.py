@@ -18,6 +18,8 @@ BatchSize = int | Sequence[tuple[int, int]] | Callable[[int], int]
 ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
 AccountantName = Literal["pld", "rdp", "gdp"]
+OffloadRecords = bool | float | Literal["auto"]
+"""True: all records; False: none; "auto": what does not fit; GiB of records that stay on the device."""
 NoiseName = Literal["gaussian", "discrete-gaussian"]
 SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order", "balls-in-bins"]
 """See [Note: Ways to sample] in accounting/courses.py."""
@@ -159,8 +161,8 @@ class Execution:
     """1 keeps all records until the norms are known (book-keeping); 2 repeats backward instead."""
     keep_per_sample: bool
     """True to reuse the per-sample gradient of a norm in the clipped sum."""
-    offload_records: bool = False
-    """True to keep records in host memory until the norms are known."""
+    records_on_device: float | Literal["auto"] | None = None
+    """GiB of records that may wait on the device for the norms, "auto" for what fits; None: all of them."""
 
 
 class NormMethod(Enum):
@@ -185,17 +187,26 @@ CLIPPING_MODES: dict[str, Execution] = {
 ("ghost"); Bu et al. 2022, arXiv:2205.10683 ("mixed-ghost"); Bu et al. 2023, arXiv:2210.00038 ("bk...")."""
 
 
-def parse_clipping_mode(mode: str, *, offload_records: bool = False) -> Execution:
+def parse_clipping_mode(mode: str, *, offload_records: OffloadRecords = False) -> Execution:
     """Return the execution named `mode`; ConfigurationError if it is unknown, or has no records to offload."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]
-    if offload_records and execution.backward_passes == 2:
+    is_size = is_number(offload_records) and math.isfinite(offload_records) and offload_records >= 0  # type: ignore[operator]
+    if not (is_size or isinstance(offload_records, bool) or offload_records == "auto"):
         raise ConfigurationError(
-            f"offload_records=True: clipping_mode={mode!r} takes two backward passes and keeps no records. Choose a "
-            f"mode of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave offload_records out."
+            f'offload_records={offload_records!r}: choose True (all records), False (none), "auto" (what does not fit '
+            f"the GPU), or the GiB of records that stay on the GPU."
         )
-    return replace(execution, offload_records=bool(offload_records))
+    if offload_records is False:
+        return execution
+    if execution.backward_passes == 2:
+        raise ConfigurationError(
+            f"offload_records={offload_records!r}: clipping_mode={mode!r} takes two backward passes and keeps no "
+            f"records. Choose a mode of one pass (auto, bk, bk-mixed-ghost, bk-mixed-opt, per-example), or leave "
+            f"offload_records out."
+        )
+    return replace(execution, records_on_device=0.0 if offload_records is True else offload_records)
 
 
 def is_number(value: object) -> bool:

@@ -30,6 +30,7 @@ from dpshard.config import (
     Execution,
     LossReduction,
     NoiseName,
+    OffloadRecords,
     SamplingName,
     check_choices,
     parse_clipping_mode,
@@ -88,8 +89,9 @@ class PrivacyEngine:
         adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
             norms, starting at `max_grad_norm`. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
-        offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. Needs a mode
-            with one backward pass.
+        offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. True for all
+            records, "auto" for those that do not fit, or the GiB of records that stay on the GPU. Needs a mode with one
+            backward pass. Without effect on a CPU.
         secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that its last bits reveal nothing;
             else the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
@@ -138,7 +140,7 @@ class PrivacyEngine:
         rows_per_unit: int = 1,
         adaptive_clipping: QuantileTracking | None = None,
         max_batch_size: int | Literal["auto"] | None = None,
-        offload_records: bool = False,
+        offload_records: OffloadRecords = False,
         secure_mode: bool = False,
         noise: NoiseName = "gaussian",
         sampling: SamplingName = "poisson",

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from dpshard.config import CLIPPING_MODES
 from dpshard.errors import UnsupportedParameterError
-from dpshard.records import offload
 from tests.networks import Network, sentences
 from tests.oracle import (
     TOLERANCE,
@@ -94,26 +93,6 @@ def test_loss_reduction(reduction, mode, sizes):
 def test_micro_batches(sizes, style, mode):
     update = step(micro_batch_sizes=sizes, batch_size=5, clipping_style=style, clipping_mode=mode)
     assert_update(update, batch_size=5, groups=STYLES[style])
-
-
-def test_records_may_wait_elsewhere(monkeypatch):
-    """Offloaded records return for their sums; only the last one, which closes the group, may stay."""
-    away, returned = [], []
-
-    def leave(record):
-        away.append(offload._with(offload.offloaded(record), torch.clone))
-        return away[-1]
-
-    def come_back(record, device):
-        returned.append(record)
-        return offload.fetched(record, device)
-
-    monkeypatch.setattr("dpshard.records.per_sample._SMALL", 0)  # small records stay
-    monkeypatch.setattr("dpshard.clipping.group_tape.offloaded", leave)
-    monkeypatch.setattr("dpshard.clipping.group_tape.fetched", come_back)
-    assert_update(step(offload_records=True))
-    assert len(away) >= len(NAMES) - 2
-    assert {id(record) for record in away} <= {id(record) for record in returned}
 
 
 def test_the_order_of_samples():

@@ -13,16 +13,16 @@ from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import (
     Bundle,
+    Offload,
     PerSampleGrad,
     Record,
     Small,
+    Waiting,
     accum_dtype,
     as_complex,
     bundles,
-    fetched,
     is_small,
     measure,
-    offloaded,
     pays_to_join,
 )
 from dpshard.records.host import elementwise, total
@@ -73,10 +73,19 @@ def _is_same(source: Source, other: Source) -> bool:
 class GroupTape:
     """The records of one clipping group for one tape; `loss_scale`: see Tape."""
 
-    def __init__(self, roots: Roots, sources: Mapping[str, Source], execution: Execution, loss_scale: float) -> None:
+    def __init__(
+        self,
+        roots: Roots,
+        sources: Mapping[str, Source],
+        execution: Execution,
+        loss_scale: float,
+        offload: Offload | None = None,
+    ) -> None:
         self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
+        self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
+        self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
         """Small single records of parameters; measured and summed together at the end."""
         self.sum_weight_B: Tensor | None = None
@@ -116,7 +125,7 @@ class GroupTape:
     # --- norms -------------------------------------------------------------------------------------------------------
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter; keep its records if `keep`, offloaded unless `closing` is next."""
+        """Add the squared norms of a parameter; if `keep`, keep its records, perhaps elsewhere unless `closing`."""
         entries = self.entries.pop(name, [])
         if not entries:
             return
@@ -125,14 +134,17 @@ class GroupTape:
             # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         first, *others = [record for _, record in entries]
-        offloads = self.execution.offload_records and not closing
-        waits = isinstance(first, PerSampleGrad) or (keep and not offloads)
+        offload = None if closing else self._offload
+        waits = isinstance(first, PerSampleGrad) or (keep and (offload is None or offload.bundles_small()))
         if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
             return
         records = self._measured(name, [first, *others], closing=closing)
         if keep:
-            self.entries[name] = [(source, offloaded(record) if offloads else record) for record in records]
+            if offload is None:
+                self.entries[name] = [(source, record) for record in records]
+            else:
+                self._waiting[name] = [(source, offload.wait(name, record)) for record in records]
 
     def _measured(self, name: str, records: Sequence[Record], *, closing: bool) -> list[Record]:
         execution = self.execution
@@ -184,6 +196,8 @@ class GroupTape:
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
         """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm, if any."""
         self.sum_weight_B, self._nonfinite_B = sum_weight_B, nonfinite_B
+        if self._offload is not None:
+            self._offload.expect([waiting for entries in self._waiting.values() for _, waiting in entries])
 
     def begin_sums(self) -> None:
         """Begin the second pass, in which all records arrive again."""
@@ -204,23 +218,30 @@ class GroupTape:
 
     def sum(self, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
-        entries = self.entries.pop(name, [])
-        sum_weight_B, nonfinite_B = self.sum_weight_B, self._nonfinite_B
-        if not entries or sum_weight_B is None:
+        entries, waiting = self.entries.pop(name, []), self._waiting.pop(name, [])
+        if self.sum_weight_B is None:
             return
-        if self.execution.offload_records:
-            entries = [(source, fetched(record, sum_weight_B.device)) for source, record in entries]
-        if nonfinite_B is not None:
-            entries = [(source, record.without(nonfinite_B)) for source, record in entries]
         for source, record in entries:
-            part = record.clipped_sum(sum_weight_B)
-            if source.label != name:
-                part = pull_back(source, part, self.roots.placeholder(name))[name]
-            self._sums[name] = self._sums[name] + part if name in self._sums else part
+            self._add_sum(name, source, record, self._nonfinite_B)
+        while waiting and self._offload is not None:
+            source, away = waiting.pop(0)  # its memory is free after its sum
+            record, differs = self._offload.fetch(away)
+            dead_B = self._nonfinite_B
+            if differs is not None:  # the norms are not those of these bits
+                dead_B = differs.expand_as(self.sum_weight_B) if dead_B is None else dead_B | differs
+            self._add_sum(name, source, record, dead_B)
+
+    def _add_sum(self, name: str, source: Source, record: Record, dead_B: Tensor | None) -> None:
+        """Add the clipped sum of a record without the samples of the mask [B]."""
+        assert self.sum_weight_B is not None  # sum() asks for it
+        part = (record if dead_B is None else record.without(dead_B)).clipped_sum(self.sum_weight_B)
+        if source.label != name:
+            part = pull_back(source, part, self.roots.placeholder(name))[name]
+        self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
         """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
-        if name in self.entries:
+        if name in self.entries or name in self._waiting:
             self.sum(name)
         if self._bundles:
             self._sum_bundles()

@@ -27,7 +27,7 @@ from dpshard.clipping.owed_backwards import HALFWAY, OwedBackwards
 from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
-from dpshard.records import Owners, PerSampleGrad, Record
+from dpshard.records import Offload, Owners, PerSampleGrad, Record
 from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
@@ -219,7 +219,9 @@ class Tape:
         clipper = self.clipper
         index = clipper.group_of[name].index
         if index not in self.groups:
-            self.groups[index] = GroupTape(clipper.roots, clipper.sources, clipper.execution, self.loss_scale)
+            self.groups[index] = GroupTape(
+                clipper.roots, clipper.sources, clipper.execution, self.loss_scale, clipper.offload
+            )
         return self.groups[index]
 
     def _clip(self, group: ClippingGroup) -> None:
@@ -306,6 +308,8 @@ class Clipper:
         self.function = function
         self.execution = execution
         self.sink = sink
+        keep = execution.records_on_device
+        self.offload = None if keep is None else Offload(keep)
         self.pending: dict[int, dict[int, Tape]] = {}
         """Tapes with records, by anchor."""
         self._plans: dict[Use, RegionPlan] = {}  # by the first use of a region

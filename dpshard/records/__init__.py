@@ -1,7 +1,7 @@
 """Records: per-sample facts about the gradient of one parameter after one use of it.
 
 One file per kind of record. `measure.py`: norms of several records. `numerics.py`: dtypes and rounding floors.
-`cost.py`: which way to a norm is cheaper. `bundle.py`: small records, joined. `offload.py`: records in host memory.
+`cost.py`: which way to a norm is cheaper. `bundle.py`: small records, joined. `offload`: records in host memory.
 May import `kernels` and below. Not for users. Begin with `record.py`.
 """
 
@@ -11,7 +11,7 @@ from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
 from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, checksum, gram, wide
 from dpshard.records.of_samples import Owners, of_samples
-from dpshard.records.offload import fetched, offloaded
+from dpshard.records.offload import Offload, Waiting
 from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
@@ -25,6 +25,7 @@ __all__ = [
     "Convolution",
     "EmbeddingRecord",
     "HeadRecord",
+    "Offload",
     "OuterProduct",
     "Owners",
     "PerSampleGrad",
@@ -32,17 +33,16 @@ __all__ = [
     "RoutedProduct",
     "RoutedReads",
     "Small",
+    "Waiting",
     "accum_dtype",
     "as_complex",
     "as_real",
     "bundles",
     "checksum",
-    "fetched",
     "gram",
     "is_small",
     "measure",
     "of_samples",
-    "offloaded",
     "pays_to_join",
     "wide",
 ]

@@ -19,7 +19,7 @@ from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
 from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
-from dpshard.interception import Copies, Doubts, OwnLoopRows, RowIdentity
+from dpshard.interception import Copies, Doubt, Doubts, OwnLoopRows, RowIdentity
 from dpshard.noise.keyed import SumShard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
@@ -352,11 +352,16 @@ class Collector:
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
+        offload = self.clipper.offload
+        if offload is not None and (differs := offload.take_differing()) is not None:
+            self._doubts.note(Doubt.CHANGED, differs)
         return self._doubts.flags(self._device)
 
     def _begin_doubts(self) -> None:
         self._doubts = Doubts(at_once=self._backend.communicator.world_size == 1)
         self._silence.begin()
+        if self.clipper.offload is not None:
+            self.clipper.offload.take_differing()  # of sums that were released or dropped
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by their tape's mask
 
     @contextmanager
@@ -377,6 +382,7 @@ class Collector:
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
+        self._begin_doubts()
         self._own.clear()
         if self.batch is not None:
             self.batch = None
@@ -436,4 +442,5 @@ class Collector:
         if self.state is BatchState.COLLECTING:
             self.clipper.abort()
             self._backend.gradients.drop()
+        self._begin_doubts()
         self.state, self.metrics = BatchState.EMPTY, BatchMetrics()

@@ -63,6 +63,12 @@ class Doubt(Enum):
         f"its position or by other rows (or random numbers come from outside torch). Do not reorder labels and inputs, "
         f"{_UNPADDED}."
     )
+    CHANGED = (
+        "A record that returned from host memory is not the one that was measured (offload_records), so the samples' "
+        "norms do not hold for it. Its sum was left out, and nothing was released. The copies, the driver or a memory "
+        "module are at fault, or code that writes to activations in backward. Please report it with the output of "
+        "`dpshard doctor`, and train without offload_records."
+    )
     SILENT = (
         "No sample of one micro-batch has a gradient, but all samples of others have one, also in earlier steps. "
         "So a loss was switched off, clamped or repaired for the whole micro-batch (0 * loss, loss.clamp(max=...), "

@@ -1,0 +1,164 @@
+"""Copies between the device and pinned memory, each on a stream of its own."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.records.offload.pinned import Cut, Pinned
+
+WINDOW = 2**28
+"""Bytes that leave while their memory is still taken, or return ahead of their sums: enough for some ten records."""
+
+
+class Gpu:
+    """What copies need of a GPU; tests have a simulated one that finds races."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def current(self) -> Any:
+        """Return the stream of the running computation."""
+        return torch.cuda.current_stream(self.device)
+
+    def stream(self) -> Any:
+        """Return a new stream."""
+        return torch.cuda.Stream(self.device)
+
+    def pinned(self, nbytes: int) -> Tensor:
+        """Return pinned memory, uint8 [nbytes]."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+
+    def empty(self, nbytes: int) -> Tensor:
+        """Return memory of the device, uint8 [nbytes], in the order of the current stream."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Begin a copy on `stream`."""
+        with torch.cuda.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def taken(self) -> int:
+        """Return the bytes of all tensors."""
+        return self._bytes("allocated_bytes")
+
+    def could_be_taken(self) -> int:
+        """Return the bytes that all tensors could have."""
+        return torch.cuda.mem_get_info(self.device)[0] + self._bytes("reserved_bytes")
+
+    def _bytes(self, kind: str) -> int:
+        return torch.cuda.memory_stats_as_nested_dict(self.device)[kind]["all"]["current"]
+
+
+@dataclass(slots=True, eq=False)
+class Away:
+    """Bytes in pinned memory."""
+
+    cut: Cut | None
+    left: Any
+    """Event after which they are there."""
+    nbytes: int
+    room: Tensor | None = None
+    """uint8, where they return to; longer than they are"""
+    arrived: Any = None
+    """Event after which they are there again."""
+    stream: Any = None
+    """Stream in whose order `room` was allocated."""
+
+
+class Copies:
+    """The copies of one device. `synchronous`: the CPU waits for every event, so no order rests on streams."""
+
+    def __init__(self, gpu: Gpu, *, synchronous: bool = False, window: int = WINDOW) -> None:
+        self._gpu, self._synchronous, self._window = gpu, synchronous, window
+        self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # with the event of the copy, and the stream of use
+        self._arriving: set[Away] = set()
+        self._out, self._into = gpu.stream(), gpu.stream()
+        self._pinned = Pinned(gpu.pinned)
+
+    @property
+    def leaving(self) -> int:
+        """Bytes whose copies are under way while their memory is still taken."""
+        return sum(x.nbytes for x, _, _ in self._leaving)
+
+    @property
+    def arriving(self) -> int:
+        """Bytes that return ahead of their use."""
+        return sum(away.nbytes for away in self._arriving)
+
+    def leave(self, x: Tensor) -> Away:
+        """Copy `x` (uint8 [n]) to the host; the caller must not write it, and may drop it."""
+        compute = self._gpu.current()
+        cut, before = self._pinned.cut(len(x))
+        self._after(self._out, compute.record_event())
+        if before is not None:
+            self._after(self._out, before)
+        self._gpu.copy(cut.memory, x, self._out)
+        away = Away(cut, self._out.record_event(), len(x))
+        # A reference keeps the memory until its stream has waited; what comes next on that stream may use it.
+        self._leaving.append((x, away.left, compute))
+        while len(self._leaving) > 1 and self.leaving > self._window:
+            self._free_oldest()
+        return away
+
+    def _free_oldest(self) -> None:
+        _, left, stream = self._leaving[0]
+        self._after(stream, left)
+        self._leaving.popleft()
+
+    def begin_return(self, away: Away) -> None:
+        """Begin the copy of `away` to the device, unless it has begun."""
+        if away.cut is None:
+            return
+        compute = self._gpu.current()
+        away.room, away.stream = self._gpu.empty(-(-away.nbytes // 16) * 16), compute  # whole elements of any dtype
+        self._after(self._into, compute.record_event())
+        self._after(self._into, away.left)
+        self._gpu.copy(away.room[: away.nbytes], away.cut.memory, self._into)
+        away.arrived = away.cut.slab.read = self._into.record_event()
+        away.cut.let_go()
+        away.cut = None
+        self._arriving.add(away)
+
+    def fetch(self, away: Away) -> Tensor:
+        """Return the bytes on the device, uint8 [n or a little more], once."""
+        self.begin_return(away)
+        compute, room = self._gpu.current(), away.room
+        assert room is not None  # begin_return made it
+        self._after(compute, away.arrived)
+        if compute != away.stream:
+            self._after(away.stream, away.arrived)
+            room.record_stream(compute)  # allocated in the order of another stream
+        self._arriving.remove(away)
+        away.room = None
+        return room
+
+    def forget(self, away: Away) -> None:
+        """Drop bytes that nobody will fetch."""
+        if away.cut is not None:
+            away.cut.let_go()
+        elif away in self._arriving:
+            self._arriving.remove(away)
+            self._after(away.stream, away.arrived)  # the copy still writes to memory that is free from here on
+        away.cut = away.room = None
+
+    def settle(self) -> None:
+        """Let go of the memory of all records that left."""
+        while self._leaving:
+            self._free_oldest()
+
+    def __del__(self) -> None:
+        """Keep copies under way from memory that others get."""
+        for away in list(self._arriving):
+            self.forget(away)
+        self.settle()
+
+    def _after(self, stream: Any, event: Any) -> None:
+        """Let `stream` wait for `event`."""
+        stream.wait_event(event)
+        if self._synchronous:
+            event.synchronize()

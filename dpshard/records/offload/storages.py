@@ -1,0 +1,70 @@
+"""The storages in which records wait: on the device, or away."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from dpshard.records.offload.copies import Away
+
+
+class Storage:
+    """The bytes of one storage; `drop` gets it when no record waits in it."""
+
+    def __init__(self, x: Tensor, name: str, drop: Callable[[Storage], None]) -> None:
+        self.place: Tensor | Away = bytes_of(x)
+        """The bytes on the device, uint8 [n or a little more], or where they are."""
+        self.nbytes, self.name = self.place.nbytes, name
+        # While it lives, no other storage gets this address, even if this one is freed.
+        self._source = StorageWeakRef(x.untyped_storage())
+        self.checksum: Tensor | None = None
+        """Of the bytes that left; None if they never did."""
+        self.differs: Tensor | None = None
+        """bool []: other bytes returned."""
+        self._drop = drop
+
+    def __del__(self) -> None:
+        """Give the memory back."""
+        self._drop(self)
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A tensor in a storage."""
+
+    storage: Storage
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    """Elements before it."""
+
+    def on(self, memory: Tensor) -> Tensor:
+        """Return the tensor in `memory`, the bytes of the storage."""
+        whole = memory[: len(memory) // self.dtype.itemsize * self.dtype.itemsize]
+        return whole.view(self.dtype).as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A record that waits for its sum."""
+
+    name: str
+    """Parameter."""
+    kind: type[Any]
+    values: dict[str, Any]
+    """Fields of the record; tensors that may leave as views."""
+
+    def storages(self) -> list[Storage]:
+        """Return the storages of the record."""
+        return [value.storage for value in self.values.values() if isinstance(value, View)]
+
+
+def bytes_of(x: Tensor) -> Tensor:
+    """Return the whole storage of `x`, uint8 [n]."""
+    return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())
