@@ -8,6 +8,7 @@ import ctypes
 import subprocess
 from importlib.util import find_spec
 from pathlib import Path
+from unittest import mock
 
 SOURCE = Path(__file__).with_name("guard.cpp")
 
@@ -40,7 +41,28 @@ def load(library):
     state = torch.zeros(16, dtype=torch.uint8)
     torch.cuda.get_rng_state = lambda *_: state
     torch.cuda.set_rng_state = lambda *_: None
+    _simulate_copies(torch)
     dispatch._is_installed = dispatch._runs = dispatch._multiplies = lambda *_: True
+
+
+def _simulate_copies(torch):
+    from dpshard.records.offload import copies, spill
+
+    class Copied(copies.Gpu):
+        def current(self):
+            return stream
+
+        def stream(self):
+            return stream
+
+        def pinned(self, nbytes):
+            return torch.empty(nbytes, dtype=torch.uint8)
+
+        def copy(self, target, source, stream):
+            target.copy_(source, non_blocking=True)
+
+    stream = mock.Mock()
+    spill.Gpu, spill.needs_the_cpu = Copied, lambda device: False
 
 
 @contextlib.contextmanager

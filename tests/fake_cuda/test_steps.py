@@ -18,7 +18,7 @@ from tests.fake_cuda import device
 from tests.grids import quick
 
 ROOT = Path(__file__).parents[2]
-CASES = ["gpt:all-layer:ghost:bf16:1", "images:all-layer:auto:fp32"]
+CASES = ["gpt:all-layer:ghost:bf16:1", "gpt:all-layer:bk:bf16:1:offload", "images:all-layer:auto:fp32"]
 MORE = ["recurrent:param-wise:ghost:fp32", "encoder:block-wise:bk:bf16", "bags:all-layer:per-example:fp32"]
 BLOCKS = {"gpt:all-layer:auto:bf16": 1.2, "gpt:layer-wise:auto:bf16": 2.95}
 """Most launches that a block adds, over those that it adds to an ordinary step."""
@@ -26,6 +26,8 @@ ONCE = "backends/checksums.py:_count_ends copies"
 """Real tensors copy these numbers only in the first step; the cache must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"
 """Padding rows are compared with the batch that was handed out; these copies do not block."""
+MOVED = "records/offload/copies.py:leave copies", "records/offload/copies.py:begin_return copies"
+"""Offloaded records leave and return on streams."""
 RELEASE = {
     "backends/guard.py:refuse_rewritten tolist": 1,
     "backends/backend.py:complete_sums copies": 1,
@@ -62,6 +64,8 @@ def require_no_waits(case, found):
     assert found["anchors"][0] > 0
     assert found["anchors"][1] == 0  # without a gradient, no event between the streams of taps and anchors
     trained, released = own(found["private"]["waits"]), own(found["release"]["waits"])
+    moved = [trained.pop(key, 0) for key in MOVED]
+    assert min(moved) == max(moved) > 0 if case.endswith("offload") else not any(moved), (case, moved)
     assert trained.keys() <= {SENT}, (case, trained)
     assert not Counter(released) - Counter(RELEASE), (case, released)
     assert sum(own(found["metrics"]["waits"]).values()) <= METRICS, (case, found["metrics"]["waits"])

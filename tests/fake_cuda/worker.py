@@ -1,4 +1,4 @@
-"""Takes steps on the fake device: worker.py LIBRARY CASE..., where a case is MODEL:STYLE:MODE:PRECISION[:DEPTH].
+"""Takes steps on the fake device: worker.py LIBRARY CASE..., a case is MODEL:STYLE:MODE:PRECISION[:DEPTH[:offload]].
 
 Prints RESULT and a JSON object with the figures of each case. It has launches and waits of four parts: forwards and
 backwards of an ordinary step, those of a private step, release with the optimizer's step, reading metrics. `anchors`
@@ -24,7 +24,7 @@ def main(library, *cases):
     print("RESULT", json.dumps({case: steps(*case.split(":")) for case in cases}))
 
 
-def steps(name, style, mode, precision, depth=None):
+def steps(name, style, mode, precision, depth=None, offload=None):
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -44,7 +44,7 @@ def steps(name, style, mode, precision, depth=None):
             return value
 
         ordinary = _ordinary(counts, dataset, backward, optimizer)
-        return {"ordinary": ordinary, **_private(counts, dataset, backward, optimizer, model, style, mode)}
+        return {"ordinary": ordinary, **_private(counts, dataset, backward, optimizer, model, style, mode, offload)}
 
 
 def _ordinary(counts, dataset, backward, optimizer):
@@ -55,7 +55,7 @@ def _ordinary(counts, dataset, backward, optimizer):
     return _figures(counts)
 
 
-def _private(counts, dataset, backward, optimizer, model, style, mode):
+def _private(counts, dataset, backward, optimizer, model, style, mode, offload):
     from torch.utils._python_dispatch import _disable_current_modes
 
     from dpshard import PrivacyEngine
@@ -65,6 +65,7 @@ def _private(counts, dataset, backward, optimizer, model, style, mode):
         engine = PrivacyEngine(
             model, batch_size=n, sample_size=n, steps=STEPS, noise_multiplier=1.0, target_delta=1e-2,
             accountant="rdp", verify=False, clipping_style=style, clipping_mode=mode,
+            offload_records=offload is not None,
         )  # fmt: skip
     try:
         for batch in _with_numbers(engine.batches(dataset, B)):

@@ -20,6 +20,8 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Clipper, Tape
 from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
+from dpshard.records.offload import trial
+from dpshard.records.offload.copies import Copies, Gpu
 from tests.oracle import norm, private_step, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -174,10 +176,10 @@ def engine_on(model, **options):
 
 @needs_gpu
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
-@pytest.mark.parametrize("mode", ["auto", "ghost"])
-def test_nothing_waits_for_the_gpu_before_the_release(style, mode):
+@pytest.mark.parametrize(("mode", "offload"), [("auto", False), ("bk", True), ("ghost", False)])
+def test_nothing_waits_for_the_gpu_before_the_release(style, mode, offload):
     model = words(dtype=torch.bfloat16)
-    engine = engine_on(model, clipping_style=style, clipping_mode=mode)
+    engine = engine_on(model, clipping_style=style, clipping_mode=mode, offload_records=offload)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     modes = {True: "error", False: "default"}
     try:
@@ -210,10 +212,35 @@ def test_generators_are_rewound_between_probes():
     assert norm(step(model, ids(), verify=True)) > 0
 
 
-def test_offloaded_records_give_the_same_update():
+@pytest.mark.parametrize("keep", [True, 1e-5, "auto"])
+def test_offloaded_records_give_the_same_update(keep):
     expected = step(words(), ids(), clipping_mode="bk")
-    found = step(words(), ids(), clipping_mode="bk", offload_records=True)
+    with mock.patch.object(Gpu, "could_be_taken", return_value=0):  # so that "auto" lets all records leave
+        found = step(words(), ids(), clipping_mode="bk", offload_records=keep)
     assert relative_error(found, expected) < 1e-12
+
+
+@needs_gpu
+def test_the_trial_of_offloading_passes_and_finds_missing_waits():
+    assert trial.returned_as_it_left(Gpu(DEVICE), trial._BYTES)
+    with mock.patch.object(Copies, "_after"):
+        assert not trial.returned_as_it_left(Gpu(DEVICE), trial._BYTES)
+
+
+@needs_gpu
+def test_offloaded_records_take_no_memory_of_the_gpu():
+    model = nn.Sequential(*[nn.Linear(1024, 1024) for _ in range(12)]).to(DEVICE)
+    x, peaks = torch.randn(8, 2048, 1024, device=DEVICE), []
+    for keep in (False, True):
+        engine = engine_on(model, batch_size=8, sample_size=8, clipping_mode="bk", offload_records=keep)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            model(x).square().mean((1, 2)).mean().backward()
+            peaks.append(torch.cuda.max_memory_allocated())
+            torch.optim.SGD(model.parameters(), lr=0.0).step()
+            model.zero_grad()
+        engine.detach()
+    assert peaks[3] < 0.8 * peaks[1]
 
 
 def test_a_resumed_run_is_the_run():

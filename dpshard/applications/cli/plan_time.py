@@ -37,8 +37,8 @@ class RunCosts:
 
 
 def offloaded(plan: Plan, estimate: Estimate) -> float:
-    """Return the GiB of the host's memory, per node, that hold the records with offload_records=True."""
-    return plan.setup.node * estimate.parts["records"] / GIB
+    """Return the GiB of the host's memory, per node, that hold records with offload_records="auto"."""
+    return plan.setup.node * plan.spilled(estimate) / GIB
 
 
 def add_rows(plan: Plan, hardware: Hardware, add: AddRow) -> None:
@@ -91,11 +91,11 @@ def advice(plan: Plan, hardware: Hardware) -> list[str]:
             else f"The network does not bind: one sample computes {1 / samples:,.1f} times as long as the step sends"
         )
         said.setdefault(binds, []).append(e.label)
-        if e.parts[RECORDS] > GIB:
-            seconds = 2 * e.parts[RECORDS] / (hardware.pcie * 1e9)
+        if (leaves := plan.spilled(e)) > GIB:
             moves = (
-                f"offload_records=True moves {e.parts[RECORDS] / GIB:,.1f} GiB out and in, {seconds:,.2g} s at "
-                f"{hardware.pcie:g} GB/s, and needs {offloaded(plan, e):,.0f} GiB of memory in each host"
+                f'offload_records="auto" moves {leaves / GIB:,.1f} of {e.parts[RECORDS] / GIB:,.1f} GiB out and in '
+                f"beside the products, {leaves / (hardware.pcie * 1e9):,.2g} s each way at {hardware.pcie:g} GB/s, "
+                f"and needs {offloaded(plan, e):,.0f} GiB of memory in each host"
             )
             said.setdefault(moves, []).append(e.label)
     own = plan.setup.ranks

@@ -56,8 +56,11 @@ def _records(plan: Plan, private: list[Estimate]) -> list[str]:
         ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
         if plan.micro_batch > 1:
             ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
-        stays = (heavy[0].peak - heavy[0].parts[RECORDS]) / GIB
-        ways.append(f"{heavy[0].label} with offload_records=True ({stays:.1f} GiB, the records in the host's memory)")
+        leaves = plan.spilled(heavy[0])
+        ways.append(
+            f'{heavy[0].label} with offload_records="auto" ({(heavy[0].peak - leaves) / GIB:.1f} GiB, and '
+            f"{leaves / GIB:.1f} GiB of records in the host's memory)"
+        )
         said.append(f"Ways out: {'; '.join(ways)}.")
     return said
 

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.meter import Counts, Traffic
+from dpshard.applications.planner.meter import RECORDS, Counts, Traffic
 from dpshard.applications.planner.simulation import Clipping, Setup, simulated
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
 from dpshard.config import check_positive, is_count
 from dpshard.errors import ConfigurationError
+from dpshard.records.offload import RESERVE
 
 GIB = 2**30
 
@@ -80,6 +81,11 @@ class Plan:
     """Elements of the parameters that a rank stores."""
     positions: int = 1
     """Tokens of a sample; 1 for an image."""
+
+    def spilled(self, estimate: Estimate) -> int:
+        """Return the bytes of records that offload_records="auto" moves; all of them if the GPU is not known."""
+        room = 0 if self.gpu_memory is None else (1 - RESERVE) * self.gpu_memory
+        return min(estimate.parts[RECORDS], max(0, round(estimate.peak - room)))
 
     def times(self, estimate: Estimate, hardware: Hardware, *, micro_batch: int | None = None) -> Times:
         """Return the time of a step at `micro_batch`, by default the one that was counted.

@@ -23,7 +23,7 @@ device, and no release follows: it costs two reads of the record, where the copi
 whether a GPU keeps the orders.
 """
 
-from dpshard.records.offload.spill import Offload
+from dpshard.records.offload.spill import RESERVE, Offload
 from dpshard.records.offload.storages import Waiting
 
-__all__ = ["Offload", "Waiting"]
+__all__ = ["RESERVE", "Offload", "Waiting"]

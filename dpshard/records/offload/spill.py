@@ -20,7 +20,7 @@ from dpshard.records.offload.storages import Storage, View, Waiting, bytes_of
 from dpshard.records.offload.trial import needs_the_cpu
 from dpshard.records.record import Record
 
-_RESERVE = 1 / 8
+RESERVE = 1 / 8
 """Share of the memory that "auto" keeps free: gathered parameters, reductions, temporary tensors, fragments."""
 
 
@@ -99,7 +99,7 @@ class _Spill:
             self._victims.clear()
             self._returning.clear()
             if self._auto:
-                self._limit = (1 - _RESERVE) * self._gpu.could_be_taken()
+                self._limit = (1 - RESERVE) * self._gpu.could_be_taken()
         views = {key: self._view(name, x) for key, x in tensors.items() if x.device == self._gpu.device}
         while self._victims and self._excess() > 0:
             storage = heapq.heappop(self._victims)[2]()
