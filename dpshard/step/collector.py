@@ -185,11 +185,7 @@ class Collector:
     def _refuse_fork(self) -> None:
         """Raise EngineInUseError in a forked process: both would draw the same batches, but count apart."""
         if os.getpid() != self._process:
-            raise EngineInUseError(
-                f"This engine was made in process {self._process}, and process {os.getpid()} is a fork of it: both "
-                f"would release the same steps under one secret, and each ledger would miss the other's. Make the "
-                f"engine in the process that trains, after the fork; each has a secret and a budget of its own."
-            )
+            raise EngineInUseError(refusals.forked(self._process))
 
     def _require_own_loop(self, module: nn.Module) -> None:
         if self.batch is not None or self._loop is not None:
@@ -212,11 +208,7 @@ class Collector:
                 stacklevel=2,
             )
         if module is not self._backend.sharding.outermost:
-            raise LogicalBatchError(
-                f"{type(module).__name__}, a part of the model, was called directly: its gradients would be clipped "
-                f"apart from the rest. Call the whole model, or iterate over engine.batches(...), which says which "
-                f"calls belong to the same samples."
-            )
+            raise LogicalBatchError(refusals.part_called(module))
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
         """See Sink."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+from torch import nn
+
 from dpshard.config import SamplingName
 from dpshard.errors import LogicalBatchError
 from dpshard.step.logical_batch import LogicalBatch, MicroBatch
@@ -126,3 +130,21 @@ def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) ->
     if micro is not None and not micro.plan.samples:
         padding = " It is padding on this rank, but other ranks wait for its forward and backward."
     return f"{where}.{padding} {reason} {again}"
+
+
+def forked(process: int) -> str:
+    """Say why an engine of `process` is refused in another process."""
+    return (
+        f"This engine was made in process {process}, and process {os.getpid()} is a fork of it: both would release the "
+        f"same steps under one secret, and each ledger would miss the other's. Make the engine in the process that "
+        f"trains, after the fork; each has a secret and a budget of its own."
+    )
+
+
+def part_called(part: nn.Module) -> str:
+    """Say why a call of a part of the model is refused in a user's own loop."""
+    return (
+        f"{type(part).__name__}, a part of the model, was called directly: its gradients would be clipped apart from "
+        f"the rest. Call the whole model, or iterate over engine.batches(...), which says which calls belong to the "
+        f"same samples."
+    )
