@@ -34,6 +34,7 @@ from torch import Tensor
 from dpshard.kernels import native
 from dpshard.kernels.native.digest import WIDTH
 from dpshard.noise.keyed import SumShard
+from dpshard.noise.pieces import dense
 from dpshard.randomness import RandomSource, derive_key
 
 LANES = 2
@@ -70,27 +71,30 @@ class SumDigest:
 
     def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:
         """Digest of shards of one run."""
-        stretches = [_stretch(shard) for shard in shards if shard.local.numel()]
-        if not stretches:
-            return torch.zeros(LANES, dtype=torch.int64, device="cpu")
+        full = [shard for shard in shards if shard.local.numel()]
         totals: dict[torch.device, Tensor] = {}
         rest: dict[torch.device, list[_Stretch]] = {}
         natively: list[tuple[Tensor, int, Tensor]] = []
-        for stretch in stretches:
-            device = stretch.device
+        for shard in full:
+            x, device = dense(shard.local), shard.local.device
             if device not in totals:
                 totals[device] = torch.zeros(LANES, dtype=torch.int64, device=device)
-            if native.supports_digest(stretch.words):
-                natively.append((stretch.words, stretch.at, self._weights(stretch)))
+            if native.supports_digest(x):
+                words = x.itemsize // 4
+                start = shard.start * words
+                natively.append((x, start % WIDTH, self._weights(shard.name, start, x.numel() * words, device)))
             else:
-                rest.setdefault(device, []).append(stretch)
+                rest.setdefault(device, []).append(_stretch(shard.name, shard.start, x))
         if natively:
             native.add_digests_(totals[natively[0][0].device], natively, self._columns)
         for device, others in rest.items():
             for pieces in _batches(others):
-                matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat([self._weights(piece) for piece in pieces])
+                weights = [self._weights(piece.name, piece.start, len(piece.words), device) for piece in pieces]
+                matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat(weights)
                 totals[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
-        whole, *others = [total.to(stretches[0].device) for total in totals.values()]
+        if not full:
+            return torch.zeros(LANES, dtype=torch.int64, device="cpu")
+        whole, *others = [total.to(full[0].local.device) for total in totals.values()]
         for total in others:
             whole = whole + total
         return whole
@@ -101,18 +105,18 @@ class SumDigest:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
-    def _weights(self, stretch: _Stretch) -> Tensor:
-        """Weights [n, 2], int64."""
-        first, device = stretch.start // WIDTH, stretch.device
-        end = first + stretch.rows
-        key = (stretch.name, first, end, device)
-        if key not in self._rows:
+    def _weights(self, name: str, start: int, n: int, device: torch.device) -> Tensor:
+        """Weights [rows, 2], int64, of the rows that words [start, start + n) meet."""
+        key = name, start // WIDTH, -(-(start + n) // WIDTH), device
+        found = self._rows.get(key)
+        if found is None:
+            _, first, end, _ = key
             blocks = range(first // BLOCK, -(-end // BLOCK))
-            keys = [derive_key(self._secret, "digest", stretch.name, block) for block in blocks]
+            keys = [derive_key(self._secret, "digest", name, block) for block in blocks]
             weights = np.concatenate([RandomSource(k).words(LANES * BLOCK).view("<i8") for k in keys])
             rows = weights.reshape(-1, LANES)[first - blocks.start * BLOCK : end - blocks.start * BLOCK]
-            self._rows[key] = torch.from_numpy(rows.astype(np.int64)).to(device)
-        return self._rows[key]
+            found = self._rows[key] = torch.from_numpy(rows.astype(np.int64)).to(device)
+        return found
 
 
 class _Stretch(NamedTuple):
@@ -121,22 +125,21 @@ class _Stretch(NamedTuple):
     """Index of the first word in the parameter."""
     words: Tensor
     """[n], int32, at least one."""
-    device: torch.device
     at: int
     """Column of the first word."""
     rows: int
     """Number of rows, with partial ones."""
 
 
-def _stretch(shard: SumShard) -> _Stretch:
-    dense, n = shard.local.detach().contiguous(), shard.local.numel()
-    words = dense.as_strided((n,), (1,)).view(torch.int32)  # view(-1) would keep any stride of one element
-    return _placed(shard.name, shard.start * (shard.local.itemsize // 4), words, words.numel())
+def _stretch(name: str, start: int, x: Tensor) -> _Stretch:
+    # view(-1) would keep any stride of one element
+    words = x.detach().as_strided((x.numel(),), (1,)).view(torch.int32)
+    return _placed(name, start * (x.itemsize // 4), words)
 
 
-def _placed(name: str, start: int, words: Tensor, n: int) -> _Stretch:
+def _placed(name: str, start: int, words: Tensor) -> _Stretch:
     at = start % WIDTH
-    return _Stretch(name, start, words, words.device, at, -(-(at + n) // WIDTH))
+    return _Stretch(name, start, words, at, -(-(at + len(words)) // WIDTH))
 
 
 def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
@@ -145,7 +148,7 @@ def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
     while done < n:
         start = stretch.start + done
         end = min(n, (start // WIDTH + _TOGETHER) * WIDTH - stretch.start)
-        yield _placed(stretch.name, start, stretch.words[done:end], end - done)
+        yield _placed(stretch.name, start, stretch.words[done:end])
         done = end
 
 

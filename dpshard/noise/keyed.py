@@ -9,7 +9,7 @@ normals from AES, every GPU those of philox.py; `secure` noise is the CPU's ever
 a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Vectors drawn again]
-Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
+Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). NoiseTerm z_s is a function of the key of step s.
 So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
 the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
@@ -56,7 +56,8 @@ from dpshard.errors import ConfigurationError
 from dpshard.kernels import native, philox, triton
 from dpshard.noise import LOG2_STD
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
-from dpshard.randomness import UNIT, RandomSource, derive_key, first_normals
+from dpshard.noise.pieces import Block, Piece, blocks_of, cut, dense, release_short_
+from dpshard.randomness import RandomSource, derive_key, derive_keys
 
 BLOCK = 2**20
 """Elements under one key. Part of the meaning of a run secret."""
@@ -75,16 +76,15 @@ SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 """Elements of the first and the longest pieces of a block of discrete noise; the longest fill the cache. Part of the
 meaning of a run secret."""
 
-_TOGETHER = 2**16
-"""Normals per batch of short pieces: more do not fit the cache."""
-
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
+
+Pairs = Sequence[tuple["SumShard", Tensor]]
+"""Shards with at least one element, and their elements in a contiguous tensor."""
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-@dataclass(frozen=True, slots=True)
-class SumShard:
+class SumShard(NamedTuple):
     """A rank's part of a sum with the shape of a parameter."""
 
     name: str
@@ -177,65 +177,55 @@ class KeyedGaussian:
 
     def _release_whole_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
         """Release shards of one run; return the squared norm that they had, float64 []."""
-        dense = [shard.local.detach().contiguous().view(-1) for shard in shards]
-        pairs = [(shard, flat) for shard, flat in zip(shards, dense, strict=True) if flat.numel()]
+        pairs = [(shard, dense(shard.local)) for shard in shards if shard.local.numel()]
         if not pairs:
             return torch.zeros((), dtype=torch.float64, device="cpu")
-        at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in {flat.device for _, flat in pairs}}
+        at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in {x.device for _, x in pairs}}
         here = [pair for pair in pairs if at_hand[pair[1].device]]
         there = [pair for pair in pairs if not at_hand[pair[1].device]]
-        norms = [
-            *self._release_with_cpu_noise_(here, step, std, divisor),
-            *self._release_with_device_noise_(there, step, std, divisor),
-        ]
-        for shard, flat in zip(shards, dense, strict=True):
-            if not shard.local.is_contiguous():
-                shard.local.detach().copy_(flat.view(shard.local.shape))
-        dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
-        return torch.stack([norm.to(dense[0].device, dtype) for norm in norms]).double().square().sum()
+        squares = [self._release_with_cpu_noise_(here, step, std, divisor)] if here else []
+        squares += [self._release_with_device_noise_(there, step, std, divisor)] if there else []
+        for shard, x in pairs:
+            if x is not shard.local:
+                shard.local.detach().copy_(x.view(shard.local.shape))
+        return torch.stack([square.to(pairs[0][1].device) for square in squares]).sum()
 
-    def _release_with_cpu_noise_(
-        self, pairs: Sequence[tuple[SumShard, Tensor]], step: int, std: float, divisor: float
-    ) -> Sequence[Tensor]:
-        """Release flat shards without noise or with the CPU's; return norms of their parts."""
-        blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
-        if not blocks:
-            return []
-        norms = torch._foreach_norm([block.part for block in blocks])
+    def _release_with_cpu_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
+        """Release contiguous shards without noise or with the CPU's; return their squared norm."""
+        blocks = [block for shard, x in pairs for block in blocks_of(shard.name, shard.start, x, BLOCK)]
+        norm_sq = _norm_sq([block.part for block in blocks])
         if std > 0:
             self._release_blocks_(blocks, step, std, divisor)
         else:
-            torch._foreach_div_([flat for _, flat in pairs], divisor)
-        return norms
+            torch._foreach_div_([x.detach() for _, x in pairs], divisor)
+        return norm_sq
 
-    def _release_with_device_noise_(
-        self, pairs: Sequence[tuple[SumShard, Tensor]], step: int, std: float, divisor: float
-    ) -> Sequence[Tensor]:
-        """Release flat shards on devices that draw noise by the element; return their norms."""
-        counts = [len(list(_blocks(shard, flat))) for shard, flat in pairs]
-        blocks = [block for shard, flat in pairs for block in _blocks(shard, flat)]
+    def _release_with_device_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
+        """Release contiguous shards on devices that draw noise by the element; return their squared norm."""
+        of_shards = [blocks_of(shard.name, shard.start, x, BLOCK) for shard, x in pairs]
+        endings = [(block.name, block.number) for blocks in of_shards for block in blocks]
         terms = self._terms(step)
         streams = torch.tensor(
-            [[_stream(derive_key(v.secret, "noise", v.step, b.name, b.number)) for b in blocks] for v in terms],
+            [[_stream(key) for key in derive_keys(v.secret, ("noise", v.step), endings)] for v in terms],
             dtype=torch.int64,
             device="cpu",
         )  # [terms, blocks, 3]
         copies = {device: (streams.to(device), _weights_on(device, terms)) for device in {x.device for _, x in pairs}}
         norms, at = [], 0
-        for (shard, flat), count in zip(pairs, counts, strict=True):
-            own, weights = copies[flat.device]
-            own = own[:, at : at + count].contiguous()
-            at += count
-            by_kernel = flat.dtype == torch.float32 and triton.run_on(flat.device)
+        for (shard, x), blocks in zip(pairs, of_shards, strict=True):
+            own, weights = copies[x.device]
+            own = own[:, at : at + len(blocks)].contiguous()
+            at += len(blocks)
+            by_kernel = x.dtype == torch.float32 and triton.run_on(x.device)
             release_ = triton.release_ if by_kernel else philox.release_
-            norms.append(release_(flat, own, weights, BLOCK, shard.start, std, divisor).sqrt())
-        return norms
+            norms.append(release_(x.detach().view(-1), own, weights, BLOCK, shard.start, std, divisor).sqrt())
+        return _square_of(norms)
 
     def _terms(self, step: int) -> Sequence[NoiseTerm]:
         return (NoiseTerm(1.0, self.secret, step),)
 
-    def _key(self, block: _Block, step: int) -> bytes:
-        return derive_key(self.secret, "noise", step, block.name, block.number)
+    def _keys(self, blocks: Sequence[Block], step: int) -> list[bytes]:
+        return derive_keys(self.secret, ("noise", step), [(block.name, block.number) for block in blocks])
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see SumShard for `target`, `name` and `start`."""
@@ -260,43 +250,28 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
-    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
         """Release the parts of `blocks`, short pieces in batches: calls on single ones are mostly overhead."""
-        short: dict[Any, list[_Piece]] = {}
-        for block in blocks:
-            for piece in _cut(block, self._key(block, step)):
+        short: dict[Any, list[Piece]] = {}
+        for block, key in zip(blocks, self._keys(blocks, step), strict=True):
+            for piece in cut(block, key, HEAD):
                 if piece.end > piece.stretch:
                     self._release_long_(piece, std, divisor)
                 else:
-                    alike = piece.stretch, piece.part.dtype, piece.part.device
-                    short.setdefault(alike, []).append(piece)
-        for alike in short.values():
-            alike.sort(key=lambda piece: piece.end)
-            for batch in _batches(alike):
-                self._release_short_(batch, std, divisor)
+                    short.setdefault((piece.part.dtype, piece.part.device), []).append(piece)
+        for (dtype, _), alike in short.items():
+            keys = [piece.key for piece in alike]
+            keys = [summand for key in keys for summand in _summands(key)] if self.secure else keys
+            release_short_(alike, keys, std, divisor, wide=self.secure or dtype == torch.float64)
 
-    def _release_short_(self, batch: Sequence[_Piece], std: float, divisor: float) -> None:
-        """Release pieces of one dtype and device, sorted by their ends, as one tensor."""
-        parts = [piece.part for piece in batch]
-        joined, dtype, n = torch.cat(parts), _NUMPY_DTYPE[parts[0].dtype], batch[0].stretch
-        noise = np.empty(joined.numel(), np.float64 if self.secure else dtype)
-        keys, needed, at = [piece.key for piece in batch], batch[-1].end, 0
-        rows = _first_sums(keys, n, needed) if self.secure else first_normals(keys, n, dtype, needed)
-        for piece, row in zip(batch, rows, strict=True):
-            size = piece.end - piece.lo
-            noise[at : at + size] = row[piece.lo : piece.end]
-            at += size
-        self._privatize(joined, noise, std, divisor)
-        torch._foreach_copy_(parts, joined.split([piece.end - piece.lo for piece in batch]))
-
-    def _release_long_(self, piece: _Piece, std: float, divisor: float) -> None:
+    def _release_long_(self, piece: Piece, std: float, divisor: float) -> None:
         """Release a piece that needs several stretches of its stream."""
-        at, n = 0, piece.end  # draw nothing past the end
-        for normals in _sums(piece.key, n) if self.secure else _normals(piece.key, n, piece.part.dtype):
+        at, n, part = 0, piece.end, piece.elements  # draw nothing past the end
+        for normals in _sums(piece.key, n) if self.secure else _normals(piece.key, n, part.dtype):
             skipped = max(0, piece.lo - at)
             if skipped < len(normals):
                 noise, start = normals[skipped:], at + skipped - piece.lo
-                self._privatize(piece.part[start : start + len(noise)], noise, std, divisor)
+                self._privatize(part[start : start + len(noise)], noise, std, divisor)
             at += len(normals)
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
@@ -332,20 +307,20 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return True  # no device draws it by the element
 
-    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
-        for block in blocks:
-            for part, integers in self._noise(block, step):
+    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
+        for block, key in zip(blocks, self._keys(blocks, step), strict=True):
+            for part, integers in self._noise(block, key):
                 self._privatize(part, integers, std, divisor)
 
-    def _noise(self, block: _Block, step: int) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+    def _noise(self, block: Block, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         """Yield pieces of the part of `block` with integers for each."""
-        key, end = self._key(block, step), block.lo + block.part.numel()
+        part, end = block.part.detach().view(-1), block.lo + block.part.numel()
         start, stop = 0, SHORTEST_PIECE
         while start < end:
             if stop > block.lo:
                 integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
                 first = max(start, block.lo)
-                yield block.part[first - block.lo : stop - block.lo], integers[first - start : end - start]
+                yield part[first - block.lo : stop - block.lo], integers[first - start : end - start]
             start, stop = stop, stop + min(stop, LONGEST_PIECE)
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
@@ -367,12 +342,12 @@ class CorrelatedGaussian(KeyedGaussian):
     def _terms(self, step: int) -> Sequence[NoiseTerm]:
         return self.terms
 
-    def _release_blocks_(self, blocks: Sequence[_Block], step: int, std: float, divisor: float) -> None:
+    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
         for alike in _by_dtype(blocks):
             for some in _groups(alike):
                 self._release_some_(some, std, divisor)
 
-    def _release_some_(self, blocks: Sequence[_Block], std: float, divisor: float) -> None:
+    def _release_some_(self, blocks: Sequence[Block], std: float, divisor: float) -> None:
         """Release blocks of one dtype, about BLOCK elements: they need as much memory, for any number of vectors."""
         sizes = [block.part.numel() for block in blocks]
         dtype = torch.float64 if self.secure else blocks[0].part.dtype
@@ -382,7 +357,7 @@ class CorrelatedGaussian(KeyedGaussian):
             noise = KeyedGaussian(term.secret, self.secure)
             noise._release_blocks_(parts, term.step, term.weight, 1.0)
         for block, of_block in zip(blocks, parts, strict=True):
-            self._privatize(block.part, of_block.part.numpy(), std, divisor)
+            self._privatize(block.part.detach().view(-1), of_block.part.numpy(), std, divisor)
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
@@ -404,12 +379,6 @@ def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArra
             first += other
         first *= SUMMANDS**-0.5
         yield first
-
-
-def _first_sums(keys: Sequence[bytes], n: int, needed: int) -> Iterator[NDArray[np.float64]]:
-    """Yield the rows of `first_normals` in float64, each element a sum of SUMMANDS."""
-    sources = (first_normals(keys, n, np.float64, needed) for keys in zip(*map(_summands, keys), strict=True))
-    return _summed(sources)
 
 
 def _normals(key: bytes, n: int, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
@@ -437,20 +406,32 @@ def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
     return torch.tensor([term.weight for term in terms], dtype=torch.float32, device="cpu").to(device)
 
 
+def _norm_sq(parts: Sequence[Tensor]) -> Tensor:
+    """Return the squared norm of contiguous tensors, float64 [], on the device of the first."""
+    if native.supports_sums([part.detach() for part in parts]):
+        return native.norms_sq(parts).sum()
+    return _square_of(torch._foreach_norm([part.detach() for part in parts]))
+
+
+def _square_of(norms: Sequence[Tensor]) -> Tensor:
+    dtype = torch.float64 if any(norm.dtype == torch.float64 for norm in norms) else torch.float32
+    return torch.stack([norm.to(norms[0].device, dtype) for norm in norms]).double().square().sum()
+
+
 def _stream(key: bytes) -> tuple[int, ...]:
     return struct.unpack("<3q", key[:24])
 
 
-def _by_dtype(blocks: Sequence[_Block]) -> list[list[_Block]]:
-    alike: dict[torch.dtype, list[_Block]] = {}
+def _by_dtype(blocks: Sequence[Block]) -> list[list[Block]]:
+    alike: dict[torch.dtype, list[Block]] = {}
     for block in blocks:
         alike.setdefault(block.part.dtype, []).append(block)
     return list(alike.values())
 
 
-def _groups(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
+def _groups(blocks: Sequence[Block]) -> Iterator[list[Block]]:
     """Yield blocks in groups of less than 2 BLOCK elements."""
-    group: list[_Block] = []
+    group: list[Block] = []
     for block in blocks:
         group.append(block)
         if sum(each.part.numel() for each in group) >= BLOCK:
@@ -458,55 +439,3 @@ def _groups(blocks: Sequence[_Block]) -> Iterator[list[_Block]]:
             group = []
     if group:
         yield group
-
-
-class _Block(NamedTuple):
-    name: str
-    number: int
-    lo: int
-    """Position in the block."""
-    part: Tensor
-
-
-class _Piece(NamedTuple):
-    key: bytes
-    stretch: int
-    """Normals that are drawn at once under the key."""
-    lo: int
-    """Position in the stream of the key."""
-    end: int
-    part: Tensor
-
-
-def _cut(block: _Block, key: bytes) -> list[_Piece]:
-    """Return the head of a block, and the rest under a key of its own; without what is empty."""
-    lo, part = block.lo, block.part
-    end, n = lo + part.numel(), HEAD - lo
-    if end <= HEAD:
-        return [_Piece(key, HEAD, lo, end, part)]
-    rest = derive_key(key, "rest")
-    if n <= 0:
-        return [_Piece(rest, UNIT, lo - HEAD, end - HEAD, part)]
-    return [_Piece(key, HEAD, lo, HEAD, part[:n]), _Piece(rest, UNIT, 0, end - HEAD, part[n:])]
-
-
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Yield batches of pieces in order; each draws as many normals under every key as its last one needs."""
-    batch: list[_Piece] = []
-    for piece in pieces:
-        if batch and (len(batch) + 1) * piece.end > _TOGETHER:
-            yield batch
-            batch = []
-        batch.append(piece)
-    if batch:
-        yield batch
-
-
-def _blocks(shard: SumShard, flat: Tensor) -> Iterator[_Block]:
-    """Yield the blocks that meet `shard`; `flat` holds its elements in order, at least one."""
-    start, stop = shard.start, shard.start + flat.numel()
-    for number in range(start // BLOCK, -(-stop // BLOCK)):
-        origin = number * BLOCK
-        lo, hi = max(start, origin), min(stop, origin + BLOCK)
-        part = flat if (lo, hi) == (start, stop) else flat[lo - start : hi - start]
-        yield _Block(shard.name, number, lo - origin, part)

@@ -3,6 +3,8 @@
 [Note: Native code]
 - box_muller, release_: normals from random words, added to a sum (normals.c). numpy passes over the cache seven times,
   compiled code once. OpenSSL's cipher makes the random bits: the package has no cryptography of its own.
+  release_pieces_ takes many short pieces of sums at once: calls on each would take longer than their arithmetic.
+- checksums, norms_sq: a number for each of many tensors at once (sums.c).
 - add_digests_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads every product, in
   64 bits.
 - floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch multiplies matrices too
@@ -25,20 +27,26 @@ from dpshard.kernels.native.digest import add_digests_, supports_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, supports_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
-from dpshard.kernels.native.normals import box_muller, release_
+from dpshard.kernels.native.normals import Piece, box_muller, release_, release_pieces_
+from dpshard.kernels.native.sums import checksums, norms_sq, supports_sums
 
 __all__ = [
+    "Piece",
     "add_digests_",
     "box_muller",
+    "checksums",
     "floored_ghost_norm_sq",
     "ghost_flops",
     "gradient_norm_sq",
     "is_built",
     "normalization_gradients",
+    "norms_sq",
     "per_sample_gradients_",
     "release_",
+    "release_pieces_",
     "supports_convolution",
     "supports_digest",
     "supports_ghost_norm",
     "supports_normalization",
+    "supports_sums",
 ]

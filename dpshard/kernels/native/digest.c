@@ -50,14 +50,21 @@ static void digest(void *job)
     __atomic_fetch_add(&digesting->sums[1], own[1], __ATOMIC_RELAXED);
 }
 
-/* Add the digest of words [n], the first of which has the place `at` in its row, to sums [2].
+typedef struct {
+    const int32_t *words;
+    ptrdiff_t n, at; /* the first word has the place `at` in its row */
+    const uint64_t *rows; /* weights [.][2] of all the rows that the words meet */
+} Stretch;
 
-   Columns are [2][WIDTH], rows [count][2], of all the rows that the words meet. */
-void dpshard_digest(Team team, unsigned threads, const int32_t *words, ptrdiff_t n, ptrdiff_t at,
-                    const int32_t *columns, const uint64_t *rows, uint64_t *sums)
+/* Add the digests of `stretches` [count] to sums [2]; columns are [2][WIDTH]. */
+void dpshard_digests(Team team, unsigned threads, const void *stretches, ptrdiff_t count, const int32_t *columns,
+                    uint64_t *sums)
 {
-    ptrdiff_t count = (at + n + WIDTH - 1) / WIDTH;
-    Digesting digesting = {words, columns, n, at, count, 0, rows, sums};
+    for (ptrdiff_t i = 0; i < count; i++) {
+        const Stretch *of = (const Stretch *)stretches + i;
+        ptrdiff_t rows = (of->at + of->n + WIDTH - 1) / WIDTH;
+        Digesting digesting = {of->words, columns, of->n, of->at, rows, 0, of->rows, sums};
 
-    share(team, threads, digest, &digesting, (count + ROWS - 1) / ROWS);
+        share(team, threads, digest, &digesting, (rows + ROWS - 1) / ROWS);
+    }
 }

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import library, team
+from dpshard.kernels.native.library import library, table, team
 
 WIDTH = 4096
 """Words of a row; see digest.c."""
@@ -18,18 +18,20 @@ def supports_digest(words: Tensor) -> bool:
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
-def add_digests_(total: Tensor, stretches: Iterable[tuple[Tensor, int, Tensor]], columns: Tensor) -> None:
-    """Add to `total` [2], int64, the digests of stretches (words [n], int32; place of the first in its row; rows).
+def add_digests_(total: Tensor, stretches: Sequence[tuple[Tensor, int, Tensor]], columns: Tensor) -> None:
+    """Add to `total` [2], int64, the digests of stretches (x; place of its first word in its row; rows).
 
-    Columns are [2, WIDTH], int32; rows [-(-(at + n) // WIDTH), 2], int64; all contiguous. Raises ValueError otherwise;
-    call `supports_digest` first.
+    `x` has elements of 4 or 8 bytes; the words are those of its memory. Columns are [2, WIDTH], int32; rows
+    [-(-(at + n) // WIDTH), 2], int64, for n words; all contiguous. Raises ValueError otherwise; call `supports_digest`
+    first.
     """
-    compiled, threads = library(), team()
+    compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
         raise ValueError(f"Compiled code has no digest of {columns.dtype} columns into {total.dtype}.")
-    to, weights = total.data_ptr(), columns.data_ptr()
-    for words, at, rows in stretches:
-        n, most = words.numel(), rows.shape[0] * WIDTH
-        if words.dtype != torch.int32 or rows.dtype != torch.int64 or most < at + n:
-            raise ValueError(f"No digest of {words.dtype} with {rows.dtype} for {most} of {at} + {n} words here.")
-        compiled.digest(words.data_ptr(), n, at, weights, rows.data_ptr(), to, threads)
+    arguments = []
+    for x, at, rows in stretches:
+        n, most = x.numel() * x.itemsize // 4, rows.shape[0] * WIDTH
+        if x.itemsize not in (4, 8) or rows.dtype != torch.int64 or most < at + n or not x.is_contiguous():
+            raise ValueError(f"No digest of {x.dtype} with {rows.dtype} for {most} of {at} + {n} words here.")
+        arguments.append((x.data_ptr(), n, at, rows.data_ptr()))
+    compiled.digests(table(arguments), len(stretches), columns.data_ptr(), total.data_ptr(), team())

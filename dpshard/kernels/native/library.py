@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import itertools
 import os
 import sys
 import warnings
@@ -33,7 +34,10 @@ _SIGNATURES = {
         None,
         (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES, _REAL, _FLAG),
     ),
-    "dpshard_digest": (None, (*_TEAM, _POINTER, _SIZE, _SIZE, _POINTER, _POINTER, _POINTER)),
+    "dpshard_release_pieces": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _FLAG, _REAL, _REAL, _FLAG, _FLAG)),
+    "dpshard_digests": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _POINTER)),
+    "dpshard_checksums": (None, (*_TEAM, _POINTER, _SIZE, _POINTER)),
+    "dpshard_norms_sq": (None, (*_TEAM, _POINTER, _SIZE, _POINTER)),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """Return type and argument types by function."""
@@ -43,6 +47,14 @@ Team = tuple[int | None, int]
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
+
+Table = NDArray[np.int64]
+"""Rows of addresses and sizes, one after another; see `table`."""
+
+
+def table(rows: Sequence[Sequence[int]]) -> Table:
+    """Return rows of addresses and sizes as compiled code reads them."""
+    return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
 
 
 @functools.cache
@@ -148,9 +160,33 @@ class Library:
         n, wide = len(x), (_wide(x), _wide(noise))
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
-    def digest(self, words: int, n: int, at: int, columns: int, rows: int, total: int, team: Team) -> None:
-        """See digest.add_digests_; arrays by address."""
-        self._c.dpshard_digest(*team, words, n, at, columns, rows, total)
+    def release_pieces_(
+        self,
+        pieces: Table,
+        streams: Sequence[bytes],
+        *,
+        std: float,
+        divisor: float,
+        wide: tuple[bool, bool],
+        team: Team,
+    ) -> None:
+        """See normals.release_pieces_; `pieces`: address, half, lo and end of each."""
+        count = len(pieces) // 4
+        at = (ctypes.c_char_p * len(streams))(*streams)  # keeps a reference to each
+        summands = len(streams) // count
+        self._c.dpshard_release_pieces(*team, pieces.ctypes.data, at, count, summands, std, divisor, *wide)
+
+    def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
+        """See digest.add_digests_; `stretches`: address, n, at and address of the rows of each."""
+        self._c.dpshard_digests(*team, stretches.ctypes.data, count, columns, total)
+
+    def checksums(self, arrays: Table, count: int, sums: int, team: Team) -> None:
+        """See sums.checksums; `arrays`: address, n and itemsize of each."""
+        self._c.dpshard_checksums(*team, arrays.ctypes.data, count, sums)
+
+    def norms_sq(self, arrays: Table, count: int, norms: int, team: Team) -> None:
+        """See sums.norms_sq; `arrays`: address, n and itemsize of each."""
+        self._c.dpshard_norms_sq(*team, arrays.ctypes.data, count, norms)
 
     def ghost_norms(
         self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
@@ -179,7 +215,9 @@ class Library:
         """Raise ArithmeticError if results differ from numpy's; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
+            self._try_pieces(kind, noise_kind)
         self._try_digest()
+        self._try_sums()
         self._try_normalization()
         if self.has_tiles:
             self._try_norms()
@@ -193,18 +231,47 @@ class Library:
         expected = x.copy()
         self.normals(words.reshape(1, rows, n), noise, _ALONE)
         self.release_(x, noise.reshape(-1), std, divisor, _ALONE)
-        reference.box_muller(words.reshape(1, rows, n), expected_noise, np.empty((rows, 1, n), noise_kind))
+        reference.box_muller(words.reshape(1, rows, n).copy(), expected_noise, np.empty((rows, 1, n), noise_kind))
         reference.release_(expected, expected_noise.reshape(-1), std, divisor)
         if not np.allclose(x, expected, rtol=0, atol=1e-5):
+            raise ArithmeticError("it draws noise wrongly")
+
+    def _try_pieces(self, kind: Any, noise_kind: Any) -> None:
+        half, std, divisor = 1500, 3.0, 7.0  # more pairs than a chunk
+        rows, summands = (3, 1) if noise_kind == np.float32 else (4, 4 if kind == np.float32 else 1)
+        spans = (0, 7), (3, half), (half + 2, 2 * half), (half - 5, half + 1100), (0, 2 * half)
+        streams = [_scattered(rows * half + i).tobytes()[4 * i :] for i in range(len(spans) * summands)]
+        parts = [np.linspace(-1, 1, end - lo, dtype=kind) for lo, end in spans]
+        expected = [part.copy() for part in parts]
+        pieces = table([(x.ctypes.data, half, lo, end) for x, (lo, end) in zip(parts, spans, strict=True)])
+        wide = kind == np.float64, noise_kind == np.float64
+        self.release_pieces_(pieces, streams, std=std, divisor=divisor, wide=wide, team=_ALONE)
+        for i, (x, (lo, end)) in enumerate(zip(expected, spans, strict=True)):
+            own = streams[i * summands : (i + 1) * summands]
+            reference.release_piece_(x, own, half, lo, end, std, divisor, noise_kind)
+        if not all(np.allclose(x, y, rtol=0, atol=1e-5) for x, y in zip(parts, expected, strict=True)):
             raise ArithmeticError("it draws noise wrongly")
 
     def _try_digest(self) -> None:
         at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread takes at once
         columns, rows = _scattered(2, 4096).view(np.int32), _scattered(19, 4).view(np.int64)
         total = np.ones(2, np.int64)
-        self.digest(words.ctypes.data, len(words), at, columns.ctypes.data, rows.ctypes.data, total.ctypes.data, _ALONE)
-        if not np.array_equal(total, 1 + reference.digest(words, at, columns, rows)):
+        stretches = [(words.ctypes.data, len(words), at, rows.ctypes.data), (words.ctypes.data, 3, 0, rows.ctypes.data)]
+        self.digests(table(stretches), len(stretches), columns.ctypes.data, total.ctypes.data, _ALONE)
+        first, second = (reference.digest(words[:n], start, columns, rows) for _, n, start, _ in stretches)
+        if not np.array_equal(total, 1 + first + second):
             raise ArithmeticError("it digests sums wrongly")
+
+    def _try_sums(self) -> None:
+        arrays = [_scattered(70_003), _scattered(3), _scattered(5, 4).astype(np.float64), _scattered(6).view(np.int16)]
+        found, norms = np.zeros(len(arrays), np.int64), np.zeros(3)
+        rows = table([(x.ctypes.data, x.size, x.itemsize) for x in arrays])
+        self.checksums(rows, len(arrays), found.ctypes.data, _ALONE)
+        self.norms_sq(rows, len(norms), norms.ctypes.data, _ALONE)
+        if not np.array_equal(found, [reference.checksum(x) for x in arrays]):
+            raise ArithmeticError("it digests sums wrongly")
+        if not np.allclose(norms, [np.square(x, dtype=np.float64).sum() for x in arrays[:3]], rtol=1e-12):
+            raise ArithmeticError("it takes norms wrongly")
 
     def _try_normalization(self) -> None:
         B, K, N = 2, 6, 2100  # more than a chunk

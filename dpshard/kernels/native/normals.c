@@ -66,15 +66,17 @@ static inline int32_t from_axis(int32_t angle, int32_t axis)
     return (int32_t)((uint32_t)angle - ((uint32_t)axis << 30));
 }
 
-/* Normals [2, n] of words [3, n]: 31 and 31 bits for the radius, 32 for the angle. */
+/* Normals [2, n] of words [3, n], in rows that are `row` apart: 31 and 31 bits for the radius, 32 for the angle. */
 FOR_EVERY_PROCESSOR
-static void floats_of_unit(const int32_t *restrict words, float *restrict normals, ptrdiff_t n)
+static void floats_of_unit(const int32_t *restrict words, ptrdiff_t row, float *restrict normals, ptrdiff_t n)
 {
+    const int32_t *restrict fine = words + row, *restrict angles = words + 2 * row;
+
     for (ptrdiff_t i = 0; i < n; i++) {
         float u = (float)(words[i] & LOWER_31_BITS) * 0x1p-31f
-                  + ((float)(words[n + i] & LOWER_31_BITS) * 0x1p-62f + 0x1p-63f);
+                  + ((float)(fine[i] & LOWER_31_BITS) * 0x1p-62f + 0x1p-63f);
         float radius = sqrtf(-2.0f * log_of_float(u));
-        int32_t angle = words[2 * n + i];
+        int32_t angle = angles[i];
         int32_t quarter = nearest_axis(angle), rest = from_axis(angle, quarter);
         float t = (float)rest * (float)(PI * 0x1p-31), z = t * t;
         float cosine = 1.0f / 40320 - z * (1.0f / 3628800);
@@ -91,15 +93,17 @@ static void floats_of_unit(const int32_t *restrict words, float *restrict normal
 
 /* The same of words [4, n], in double precision: the angle has 64 bits. */
 FOR_EVERY_PROCESSOR
-static void doubles_of_unit(const int32_t *restrict words, double *restrict normals, ptrdiff_t n)
+static void doubles_of_unit(const int32_t *restrict words, ptrdiff_t row, double *restrict normals, ptrdiff_t n)
 {
+    const int32_t *restrict fine = words + row, *restrict angles = words + 2 * row, *restrict finer = words + 3 * row;
+
     for (ptrdiff_t i = 0; i < n; i++) {
         double u = (double)(words[i] & LOWER_31_BITS) * 0x1p-31
-                   + ((double)(words[n + i] & LOWER_31_BITS) * 0x1p-62 + 0x1p-63);
+                   + ((double)(fine[i] & LOWER_31_BITS) * 0x1p-62 + 0x1p-63);
         double radius = sqrt(-2.0 * log_of_double(u));
-        int32_t angle = words[2 * n + i];
+        int32_t angle = angles[i];
         int32_t quarter = nearest_axis(angle), rest = from_axis(angle, quarter);
-        double t = ((double)rest + (double)words[3 * n + i] * 0x1p-32) * (PI * 0x1p-31), z = t * t;
+        double t = ((double)rest + (double)finer[i] * 0x1p-32) * (PI * 0x1p-31), z = t * t;
         double sine = 1.0 / 1307674368000 - z * (1.0 / 355687428096000);
         double cosine = 1.0 / 87178291200 - z * (1.0 / 20922789888000);
         double x, y;
@@ -146,9 +150,9 @@ static void make(void *job)
     while ((unit = __atomic_fetch_add(&making->taken, 1, __ATOMIC_RELAXED)) < making->units) {
         const int32_t *words = making->words + unit * making->stride;
         if (making->wide)
-            doubles_of_unit(words, (double *)making->normals + 2 * n * unit, n);
+            doubles_of_unit(words, n, (double *)making->normals + 2 * n * unit, n);
         else
-            floats_of_unit(words, (float *)making->normals + 2 * n * unit, n);
+            floats_of_unit(words, n, (float *)making->normals + 2 * n * unit, n);
     }
 }
 
@@ -162,21 +166,94 @@ typedef struct {
     int x_wide, noise_wide;
 } Adding;
 
+/* Add noise to x [n] and divide; both begin at element `at`. */
+static void add_noise(void *x, int x_wide, ptrdiff_t at, const void *noise, int noise_wide, ptrdiff_t from, ptrdiff_t n,
+                      double std, double divisor)
+{
+    if (x_wide)
+        add_doubles((double *)x + at, (const double *)noise + from, n, std, divisor);
+    else if (noise_wide)
+        add_doubles_to_floats((float *)x + at, (const double *)noise + from, n, std, (float)divisor);
+    else
+        add_floats((float *)x + at, (const float *)noise + from, n, (float)std, (float)divisor);
+}
+
 static void add(void *job)
 {
     Adding *adding = job;
-    double std = adding->std, divisor = adding->divisor;
     ptrdiff_t at;
 
     while ((at = __atomic_fetch_add(&adding->taken, PIECE, __ATOMIC_RELAXED)) < adding->n) {
         ptrdiff_t n = adding->n - at < PIECE ? adding->n - at : PIECE;
-        if (adding->x_wide)
-            add_doubles((double *)adding->x + at, (const double *)adding->noise + at, n, std, divisor);
-        else if (adding->noise_wide)
-            add_doubles_to_floats((float *)adding->x + at, (const double *)adding->noise + at, n, std, (float)divisor);
-        else
-            add_floats((float *)adding->x + at, (const float *)adding->noise + at, n, (float)std, (float)divisor);
+        add_noise(adding->x, adding->x_wide, at, adding->noise, adding->noise_wide, at, n, adding->std, adding->divisor);
     }
+}
+
+#define CHUNK 1024 /* pairs of normals that a thread makes at once */
+
+typedef struct {
+    void *x;
+    ptrdiff_t half, lo, end; /* x gets the normals [lo, end) of 2 * half, the second half of which completes the pairs */
+} Piece;
+
+typedef struct {
+    const Piece *pieces;
+    const int32_t *const *streams; /* words of each summand of each piece */
+    ptrdiff_t count, taken;
+    int summands, x_wide, noise_wide;
+    double std, divisor;
+} Releasing;
+
+FOR_EVERY_PROCESSOR
+static void sum_up(double *restrict total, const double *restrict more, ptrdiff_t n, double scale)
+{
+    for (ptrdiff_t i = 0; i < n; i++)
+        total[i] = (total[i] + more[i]) * scale;
+}
+
+/* Normals [2, n] of the pairs from `pair` on, sums of several are scaled to unit variance. */
+static void *normals_of(const Releasing *job, const int32_t *const *streams, ptrdiff_t half, ptrdiff_t pair, ptrdiff_t n,
+                        double room[2][2 * CHUNK])
+{
+    if (!job->noise_wide) {
+        floats_of_unit(streams[0] + pair, half, (float *)room[0], n);
+        return room[0];
+    }
+    doubles_of_unit(streams[0] + pair, half, room[0], n);
+    for (int i = 1; i < job->summands; i++) {
+        doubles_of_unit(streams[i] + pair, half, room[1], n);
+        sum_up(room[0], room[1], 2 * n, i == job->summands - 1 ? 1 / sqrt(job->summands) : 1.0);
+    }
+    return room[0];
+}
+
+static void release_piece(const Releasing *job, const Piece *piece, const int32_t *const *streams)
+{
+    ptrdiff_t half = piece->half, lo = piece->lo, end = piece->end;
+    ptrdiff_t first = lo < half && end > half ? 0 : lo % half;
+    ptrdiff_t last = lo < half && end > half ? half : first + end - lo;
+    double room[2][2 * CHUNK];
+
+    for (ptrdiff_t pair = first; pair < last; pair += CHUNK) {
+        ptrdiff_t n = last - pair < CHUNK ? last - pair : CHUNK;
+        const void *noise = normals_of(job, streams, half, pair, n, room);
+        for (int second = 0; second < 2; second++) { /* of each pair */
+            ptrdiff_t start = pair + second * half, stop = start + n;
+            ptrdiff_t from = start > lo ? start : lo, to = stop < end ? stop : end;
+            if (from < to)
+                add_noise(piece->x, job->x_wide, from - lo, noise, job->noise_wide, second * n + from - start, to - from,
+                          job->std, job->divisor);
+        }
+    }
+}
+
+static void release_pieces(void *job)
+{
+    Releasing *releasing = job;
+    ptrdiff_t i;
+
+    while ((i = __atomic_fetch_add(&releasing->taken, 1, __ATOMIC_RELAXED)) < releasing->count)
+        release_piece(releasing, releasing->pieces + i, releasing->streams + i * releasing->summands);
 }
 
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */
@@ -195,4 +272,13 @@ void dpshard_release(Team team, unsigned threads, void *x, const void *noise, pt
     Adding adding = {x, noise, n, 0, std, divisor, x_wide, noise_wide};
 
     share(team, threads, add, &adding, (n + PIECE - 1) / PIECE);
+}
+
+/* Turn the x of each of `pieces` [count] into (x + std * noise) / divisor, noise from `streams` [count, summands]. */
+void dpshard_release_pieces(Team team, unsigned threads, const void *pieces, const void *streams, ptrdiff_t count,
+                            int summands, double std, double divisor, int x_wide, int noise_wide)
+{
+    Releasing releasing = {pieces, streams, count, 0, summands, x_wide, noise_wide, std, divisor};
+
+    share(team, threads, release_pieces, &releasing, count);
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +41,37 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     noise *= std
     np.add(noise, x, out=x, casting="same_kind")
     x /= divisor
+
+
+def release_piece_(
+    x: NDArray[Any], streams: Sequence[bytes], half: int, lo: int, end: int, std: float, divisor: float, kind: Any
+) -> None:
+    """Release one piece of normals.release_pieces_ with noise of dtype `kind`."""
+    rows, (first, last) = 3 if kind == np.float32 else 4, pairs_of(half, lo, end)
+    summands = []
+    for stream in streams:
+        words = [np.frombuffer(stream, np.int32, last - first, 4 * (row * half + first)) for row in range(rows)]
+        normals, made = np.empty((2, half), kind), np.empty((1, 2, last - first), kind)
+        box_muller(np.stack(words)[None], made, np.empty((rows, 1, last - first), kind))
+        normals[:, first:last] = made[0]
+        summands.append(normals.reshape(-1)[lo:end])
+    noise, *others = summands
+    for other in others:
+        noise += other
+    release_(x, noise * len(streams) ** -0.5 if others else noise, std, divisor)
+
+
+def pairs_of(half: int, lo: int, end: int) -> tuple[int, int]:
+    """Return the pairs [first, last) that hold the normals [lo, end) of 2 * half; the second half completes pairs."""
+    if lo < half < end:
+        return 0, half
+    return (lo, end) if end <= half else (lo - half, end - half)
+
+
+def checksum(x: NDArray[Any]) -> int:
+    """Return the term of sums.checksums for one array."""
+    words = x.reshape(-1).view(np.int16 if x.itemsize == 2 else np.int32).astype(np.int64)
+    return (words + words * words).sum()
 
 
 def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int64]:
