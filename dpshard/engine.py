@@ -196,6 +196,7 @@ class PrivacyEngine:
         self._facts = Facts(self._backend, clipping_mode, self.mechanism.sampling)
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
+        self._sqrt_elements = math.sqrt(self._backend.sharding.elements)
 
     def _watch(
         self,
@@ -370,7 +371,7 @@ class PrivacyEngine:
             signal_norm = backend.gradients.privatize(
                 lambda shards: noise.release_(shards, step=step, std=z_std, divisor=batch_size)
             )
-            collector.metrics.observe_sum(signal_norm, std * math.sqrt(backend.sharding.elements))
+            collector.metrics.observe_sum(signal_norm, std * self._sqrt_elements)
             self._gradient_noise_std = std / batch_size
             self._metrics = collector.end_release()
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)

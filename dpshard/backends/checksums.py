@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpshard.kernels import native
 from dpshard.records import as_real, checksum
 
 _SMALL = 2**14
@@ -26,12 +27,15 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     order.
     """
     device = next(iter(tensors.values())).device
-    names: list[str] = []
-    found: list[Tensor] = []
-    for batch in _batches(tensors):
+    natively = {name: as_real(x) for name, x in tensors.items() if native.supports_sums(x)}
+    names, found = list(natively), [native.checksums(list(natively.values()))] if natively else []
+    # Which tensor is taken how depends on itself alone, as its checksum must.
+    rest = tensors if not natively else {name: x for name, x in tensors.items() if name not in natively}
+    for batch in _batches(rest):
         parts = [as_real(tensors[name].detach()) for name in batch]
         names += batch
-        found.append((_of_small(parts) if _is_small(tensors[batch[0]]) else checksum(parts[0])[None]).to(device))
+        found.append(_of_small(parts) if _is_small(tensors[batch[0]]) else checksum(parts[0])[None])
+    found = [part.to(device) for part in found]
     return names, found[0] if len(found) == 1 else torch.cat(found)
 
 

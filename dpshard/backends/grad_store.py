@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -63,6 +63,8 @@ class DotGradStore:
         self.unreduced: dict[str, Tensor] = {}
         """Sums of this rank's samples only; a Reduction reduces them later."""
         self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
+        self._totals: dict[str, tuple[Tensor, SumShard]] = {}  # what was digested, until it is released
+        self._places: dict[str, tuple[torch.Size, torch.dtype, Sequence[int]]] = {}
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -126,10 +128,11 @@ class DotGradStore:
     def fault(self) -> DpshardError | None:
         """See Reduction."""
         try:
-            self.require_untouched(self._parameters)
-            with self._forgetting():
-                self._guard.compare_bits()
-                self._guard.refuse_rewritten()
+            with torch.no_grad():  # to_local() is an operator otherwise
+                self.require_untouched(self._parameters)
+                with self._forgetting():
+                    self._guard.compare_bits()
+                    self._guard.refuse_rewritten()
         except (LogicalBatchError, UnsupportedParameterError) as error:
             return error
         return None
@@ -161,17 +164,22 @@ class DotGradStore:
 
     def shards(self) -> list[SumShard]:
         """See GradientStore."""
-        return self._as_shards(self._totals())
+        with torch.no_grad():
+            self._totals = dict(self._find_totals())
+        return [shard for _, shard in self._totals.values()]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
         """Replace `.grad` by the private gradients; see GradientStore."""
+        local, assign = self._sharding.local, self._sharding.assign
         with torch.no_grad():
-            totals = self._totals()
-            norm_sq = self._released(self._as_shards(totals), release_)
-            for name, total in totals.items():
+            shards = [shard for _, shard in self._totals.values()] or self.shards()
+            norm_sq = self._released(shards, release_)
+            for name, (total, _) in self._totals.items():
                 parameter = self._parameters[name]
-                if parameter.grad is None or total is not self._sharding.local(parameter.grad):
-                    self._sharding.assign(parameter, total.to(parameter.dtype))
+                gradient = parameter.grad
+                # Whatever else lies in `.grad` by now has no noise.
+                if gradient is None or total is not local(gradient):
+                    assign(parameter, total.to(parameter.dtype))
         self._reset()
         return self._sharding.over_shards(norm_sq).sqrt()
 
@@ -183,30 +191,33 @@ class DotGradStore:
         cut, same = parts.divide(shards)
         return parts.over_ranks(release_(cut).square().to(parts.device)) + release_(same).square().to(parts.device)
 
-    def _totals(self) -> dict[str, Tensor]:
-        """Return this rank's part of the sums, in float32 or wider; zeros where no gradient arrived.
+    def _find_totals(self) -> Iterator[tuple[str, tuple[Tensor, SumShard]]]:
+        """Yield this rank's part of the sums, in float32 or wider, and as a shard; zeros where no gradient arrived.
 
-        Omits a parameter that was frozen meanwhile and has no gradient, because its optimizer would move it.
+        Shards of complex sums are real pairs: both parts get independent noise. Omits a parameter that was frozen
+        meanwhile and has no gradient, because its optimizer would move it.
         """
-        totals: dict[str, Tensor] = {}
+        local, wide_sums, unreduced = self._sharding.local, self.wide_sums, self.unreduced
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            total = None if gradient is None else self._sharding.local(gradient)
-            total = self.wide_sums.get(name, self.unreduced.get(name, total))
-            if total is None and not parameter.requires_grad:
-                continue
+            total = None if gradient is None else local(gradient)
+            if wide_sums or unreduced:
+                total = wide_sums.get(name, unreduced.get(name, total))
             if total is None:
-                shard = self._sharding.local(parameter)
+                if not parameter.requires_grad:
+                    continue
+                shard = local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
-            totals[name] = total if total.dtype in WIDE else wide(total)
-        return totals
+            total = wide(total)
+            yield name, (total, SumShard(name, as_real(total), *self._place(name, parameter.shape, total.dtype)))
 
-    def _as_shards(self, totals: Mapping[str, Tensor]) -> list[SumShard]:
-        """Return shards of the sums, complex ones as real pairs: both parts get independent noise."""
-        return [
-            SumShard(name, as_real(total), *(n * (2 if total.is_complex() else 1) for n in self._sharding.place(name)))
-            for name, total in totals.items()
-        ]
+    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Sequence[int]:
+        """Return the place of a shard in the flattened parameter, in real numbers."""
+        kept = self._places.get(name)
+        if kept is None or kept[:2] != (shape, dtype):
+            place = tuple(n * (2 if dtype.is_complex else 1) for n in self._sharding.place(name))
+            kept = self._places[name] = shape, dtype, place
+        return kept[2]
 
     def install(self, held: set[Tensor]) -> None:
         """Do nothing: optimizers read `.grad`."""
@@ -226,6 +237,7 @@ class DotGradStore:
 
     def forget(self) -> None:
         """Forget the sums outside `.grad`, and the guard's records."""
+        self._totals.clear()
         self.wide_sums.clear()
         self.unreduced.clear()
         self._guard.forget()

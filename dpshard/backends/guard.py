@@ -124,7 +124,8 @@ class Guard:
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()
         if fresh:
-            seal = _Seal(*checksums(self._bits(fresh)))
+            with torch.no_grad():  # to_local() is an operator otherwise
+                seal = _Seal(*checksums(self._bits(fresh)))
             for name in fresh:
                 self._noted[name].seal = seal
 

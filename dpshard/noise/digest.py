@@ -54,7 +54,8 @@ class SumDigest:
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
         self._wide_columns: dict[torch.device, Tensor] = {}
         # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
-        self._rows: dict[tuple[str, int, int, torch.device], Tensor] = {}
+        self._weights: dict[tuple[str, int, int], native.Weights] = {}
+        self._weights_on: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[SumShard]) -> Tensor:
         """Digest of these shards, int64 [2], on the device of the first; the whole digest is the sum over all shards.
@@ -71,32 +72,30 @@ class SumDigest:
 
     def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:
         """Digest of shards of one run."""
-        full = [shard for shard in shards if shard.local.numel()]
-        totals: dict[torch.device, Tensor] = {}
+        found: dict[torch.device, Tensor] = {}
         rest: dict[torch.device, list[_Stretch]] = {}
-        natively: list[tuple[Tensor, int, Tensor]] = []
-        for shard in full:
-            x, device = dense(shard.local), shard.local.device
-            if device not in totals:
-                totals[device] = torch.zeros(LANES, dtype=torch.int64, device=device)
+        natively: list[tuple[Tensor, int, native.Weights]] = []
+        for name, local, start, *_ in shards:
+            n, device, words = local.numel(), local.device, local.itemsize // 4
+            if not n:
+                continue
+            x, start = dense(local), start * words
+            if device not in found:
+                found[device] = torch.zeros(LANES, dtype=torch.int64, device=device)
             if native.supports_digest(x):
-                words = x.itemsize // 4
-                start = shard.start * words
-                natively.append((x, start % WIDTH, self._weights(shard.name, start, x.numel() * words, device)))
+                natively.append((x, start % WIDTH, self._of_rows(name, start, n * words)))
             else:
-                rest.setdefault(device, []).append(_stretch(shard.name, shard.start, x))
+                rest.setdefault(device, []).append(_stretch(name, start, x))
         if natively:
-            native.add_digests_(totals[natively[0][0].device], natively, self._columns)
+            native.add_digests_(found[natively[0][0].device], natively, self._columns)
         for device, others in rest.items():
             for pieces in _batches(others):
-                weights = [self._weights(piece.name, piece.start, len(piece.words), device) for piece in pieces]
+                weights = [self._of_rows_on(device, piece.name, piece.start, len(piece.words)) for piece in pieces]
                 matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat(weights)
-                totals[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
-        if not full:
-            return torch.zeros(LANES, dtype=torch.int64, device="cpu")
-        whole, *others = [total.to(full[0].local.device) for total in totals.values()]
+                found[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
+        whole, *others = found.values() or [torch.zeros(LANES, dtype=torch.int64, device="cpu")]
         for total in others:
-            whole = whole + total
+            whole = whole + total.to(whole.device)
         return whole
 
     def _columns_on(self, device: torch.device) -> Tensor:
@@ -105,18 +104,25 @@ class SumDigest:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
-    def _weights(self, name: str, start: int, n: int, device: torch.device) -> Tensor:
-        """Weights [rows, 2], int64, of the rows that words [start, start + n) meet."""
-        key = name, start // WIDTH, -(-(start + n) // WIDTH), device
-        found = self._rows.get(key)
+    def _of_rows(self, name: str, start: int, n: int) -> native.Weights:
+        """Weights of the rows that words [start, start + n) meet."""
+        key = name, start // WIDTH, -(-(start + n) // WIDTH)
+        found = self._weights.get(key)
         if found is None:
-            _, first, end, _ = key
+            _, first, end = key
             blocks = range(first // BLOCK, -(-end // BLOCK))
             keys = [derive_key(self._secret, "digest", name, block) for block in blocks]
             weights = np.concatenate([RandomSource(k).words(LANES * BLOCK).view("<i8") for k in keys])
             rows = weights.reshape(-1, LANES)[first - blocks.start * BLOCK : end - blocks.start * BLOCK]
-            found = self._rows[key] = torch.from_numpy(rows.astype(np.int64)).to(device)
+            found = self._weights[key] = native.Weights(rows)
         return found
+
+    def _of_rows_on(self, device: torch.device, name: str, start: int, n: int) -> Tensor:
+        """Weights [rows, 2], int64, on a device."""
+        key = name, start, n, device
+        if key not in self._weights_on:
+            self._weights_on[key] = torch.from_numpy(self._of_rows(name, start, n).rows).to(device)
+        return self._weights_on[key]
 
 
 class _Stretch(NamedTuple):
@@ -132,9 +138,10 @@ class _Stretch(NamedTuple):
 
 
 def _stretch(name: str, start: int, x: Tensor) -> _Stretch:
+    """Return all words of `x`; `start` counts words, too."""
     # view(-1) would keep any stride of one element
     words = x.detach().as_strided((x.numel(),), (1,)).view(torch.int32)
-    return _placed(name, start * (x.itemsize // 4), words)
+    return _placed(name, start, words)
 
 
 def _placed(name: str, start: int, words: Tensor) -> _Stretch:

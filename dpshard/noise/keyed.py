@@ -9,7 +9,7 @@ normals from AES, every GPU those of philox.py; `secure` noise is the CPU's ever
 a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Vectors drawn again]
-Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). NoiseTerm z_s is a function of the key of step s.
+Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
 So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
 the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
@@ -56,7 +56,16 @@ from dpshard.errors import ConfigurationError
 from dpshard.kernels import native, philox, triton
 from dpshard.noise import LOG2_STD
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
-from dpshard.noise.pieces import Block, Piece, blocks_of, cut, dense, release_short_
+from dpshard.noise.pieces import (
+    Block,
+    LongPiece,
+    blocks_of,
+    cut,
+    dense,
+    keys_of_pieces,
+    release_short_,
+    rest_of,
+)
 from dpshard.randomness import RandomSource, derive_key, derive_keys
 
 BLOCK = 2**20
@@ -252,22 +261,23 @@ class KeyedGaussian:
 
     def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
         """Release the parts of `blocks`, short pieces in batches: calls on single ones are mostly overhead."""
-        short: dict[Any, list[Piece]] = {}
+        alike: dict[Any, list[tuple[Block, bytes]]] = {}
         for block, key in zip(blocks, self._keys(blocks, step), strict=True):
-            for piece in cut(block, key, HEAD):
-                if piece.end > piece.stretch:
-                    self._release_long_(piece, std, divisor)
-                else:
-                    short.setdefault((piece.part.dtype, piece.part.device), []).append(piece)
-        for (dtype, _), alike in short.items():
-            keys = [piece.key for piece in alike]
+            alike.setdefault((block.part.dtype, block.part.device), []).append((block, key))
+        for (dtype, _), some in alike.items():
+            wide = self.secure or dtype == torch.float64
+            pieces = cut(tuple([(block.lo, block.part.numel()) for block, _ in some]), HEAD, wide=wide)
+            keys = keys_of_pieces([key for _, key in some], pieces)
             keys = [summand for key in keys for summand in _summands(key)] if self.secure else keys
-            release_short_(alike, keys, std, divisor, wide=self.secure or dtype == torch.float64)
+            release_short_([block.part for block, _ in some], pieces, keys, std, divisor, wide=wide)
+            for piece in pieces.long:
+                block, key = some[piece.block]
+                self._release_long_(block.elements[piece.first :], piece, rest_of(key), std, divisor)
 
-    def _release_long_(self, piece: Piece, std: float, divisor: float) -> None:
-        """Release a piece that needs several stretches of its stream."""
-        at, n, part = 0, piece.end, piece.elements  # draw nothing past the end
-        for normals in _sums(piece.key, n) if self.secure else _normals(piece.key, n, part.dtype):
+    def _release_long_(self, part: Tensor, piece: LongPiece, key: bytes, std: float, divisor: float) -> None:
+        """Release a piece that needs several stretches of its stream, the first elements of `part`."""
+        at, n = 0, piece.end  # draw nothing past the end
+        for normals in _sums(key, n) if self.secure else _normals(key, n, part.dtype):
             skipped = max(0, piece.lo - at)
             if skipped < len(normals):
                 noise, start = normals[skipped:], at + skipped - piece.lo
@@ -314,7 +324,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
     def _noise(self, block: Block, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         """Yield pieces of the part of `block` with integers for each."""
-        part, end = block.part.detach().view(-1), block.lo + block.part.numel()
+        part, end = block.elements, block.lo + block.part.numel()
         start, stop = 0, SHORTEST_PIECE
         while start < end:
             if stop > block.lo:
@@ -357,7 +367,7 @@ class CorrelatedGaussian(KeyedGaussian):
             noise = KeyedGaussian(term.secret, self.secure)
             noise._release_blocks_(parts, term.step, term.weight, 1.0)
         for block, of_block in zip(blocks, parts, strict=True):
-            self._privatize(block.part.detach().view(-1), of_block.part.numpy(), std, divisor)
+            self._privatize(block.elements, of_block.part.numpy(), std, divisor)
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
@@ -408,7 +418,7 @@ def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
 
 def _norm_sq(parts: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of contiguous tensors, float64 [], on the device of the first."""
-    if native.supports_sums([part.detach() for part in parts]):
+    if all(map(native.supports_sums, parts)):
         return native.norms_sq(parts).sum()
     return _square_of(torch._foreach_norm([part.detach() for part in parts]))
 

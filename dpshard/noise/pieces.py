@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.randomness import UNIT, derive_key, first_bytes
 
-_TOGETHER = 2**20
-"""Bytes of random streams per batch of short pieces: more do not fit the cache."""
+_TOGETHER = 2**22
+"""Bytes of random streams per batch of short pieces."""
 
 
 class Block(NamedTuple):
@@ -23,27 +26,35 @@ class Block(NamedTuple):
     lo: int
     """Position of the first element in the block."""
     part: Tensor
-    """Contiguous, any shape."""
-
-
-class Piece(NamedTuple):
-    """Elements of a block that get consecutive normals of one stream."""
-
-    key: bytes
-    stretch: int
-    """Normals that are drawn at once under the key."""
-    lo: int
-    """Position in the stream of the key."""
-    end: int
-    part: Tensor
-    """Contiguous, any shape."""
-    first: int
-    """The first element, in the flattened `part`."""
+    """Contiguous, any shape, at least one element."""
 
     @property
     def elements(self) -> Tensor:
-        """The elements [end - lo], a view."""
-        return self.part.detach().view(-1)[self.first : self.first + self.end - self.lo]
+        """The elements of `part` [n], a view without a gradient."""
+        return self.part.detach().view(-1)
+
+
+class LongPiece(NamedTuple):
+    """The rest of a block, if it needs several stretches of its stream."""
+
+    block: int
+    first: int
+    """Its first element, in the part of the block."""
+    lo: int
+    """Position in the stream of the key."""
+    end: int
+
+
+class Pieces(NamedTuple):
+    """How the noise of some blocks is drawn; it does not depend on keys and values."""
+
+    short: NDArray[np.int64]
+    """Rows of native.release_pieces_, in the order of the blocks."""
+    of_rest: tuple[bool, ...]
+    """For each of them, whether its key is that of the rest of the block, not that of the head."""
+    sizes: tuple[int, ...]
+    """Bytes that each needs of a stream."""
+    long: tuple[LongPiece, ...]
 
 
 def dense(x: Tensor) -> Tensor:
@@ -52,9 +63,9 @@ def dense(x: Tensor) -> Tensor:
 
 
 def blocks_of(name: str, start: int, x: Tensor, size: int) -> list[Block]:
-    """Return the blocks of `size` elements that meet `x`, contiguous, elements from `start` on of a parameter."""
+    """Return the blocks of `size` elements that meet `x`, contiguous, the elements from `start` on of a parameter."""
     n = x.numel()
-    if n and start % size + n <= size:
+    if start % size + n <= size:
         return [Block(name, start // size, start % size, x)]
     flat, stop, found = x.detach().view(-1), start + n, []
     for number in range(start // size, -(-stop // size)):
@@ -63,39 +74,73 @@ def blocks_of(name: str, start: int, x: Tensor, size: int) -> list[Block]:
     return found
 
 
-def cut(block: Block, key: bytes, head: int) -> list[Piece]:
-    """Return the head of a block, and the rest under a key of its own; without what is empty."""
-    lo, part = block.lo, block.part
-    end, n = lo + part.numel(), head - lo
-    if end <= head:
-        return [Piece(key, head, lo, end, part, 0)]
-    rest = derive_key(key, "rest")
-    if n <= 0:
-        return [Piece(rest, UNIT, lo - head, end - head, part, 0)]
-    return [Piece(key, head, lo, head, part, 0), Piece(rest, UNIT, 0, end - head, part, n)]
+@functools.lru_cache(maxsize=16)  # the same blocks at every step
+def cut(spans: tuple[tuple[int, int], ...], head: int, *, wide: bool) -> Pieces:
+    """Cut blocks, each with its elements [lo, lo + n), into heads of `head` elements and rests; `wide`: for float64."""
+    short: list[tuple[int, ...]] = []
+    of_rest: list[bool] = []
+    long: list[LongPiece] = []
+    for block, (start, n) in enumerate(spans):
+        end = start + n
+        if start < head:
+            short.append((block, 0, head // 2, start, min(end, head)))
+            of_rest.append(False)
+        if end > head:
+            first, lo = max(0, head - start), max(0, start - head)
+            if end - head > UNIT:
+                long.append(LongPiece(block, first, lo, end - head))
+            else:
+                short.append((block, first, UNIT // 2, lo, end - head))
+                of_rest.append(True)
+    rows = np.array(short, np.int64).reshape(-1, 5)
+    return Pieces(rows, tuple(of_rest), tuple(native.bytes_of_streams(rows, wide=wide).tolist()), tuple(long))
 
 
-def release_short_(pieces: Sequence[Piece], keys: Sequence[bytes], std: float, divisor: float, *, wide: bool) -> None:
-    """Turn pieces x of one dtype and device into (x + std * noise) / divisor, noise in float64 if `wide`.
+def release_short_(
+    parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
+) -> None:
+    """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
-    `keys`: as many for every piece, one piece after another; the noise is the scaled sum of their normals.
+    `keys`: as many for every piece, one piece after another; noise is the scaled sum of their normals, float64 if
+    `wide`.
     """
-    if not pieces[0].part.is_cpu:
-        parts = [piece.elements for piece in pieces]
-        sizes = [part.numel() for part in parts]
-        joined = torch.cat(parts)
-        host = joined.cpu()
-        copies = zip(pieces, host.split(sizes), strict=True)
-        release_short_([piece._replace(part=part, first=0) for piece, part in copies], keys, std, divisor, wide=wide)
-        torch._foreach_copy_(parts, joined.copy_(host).split(sizes))
+    if not parts[0].is_cpu:
+        _release_elsewhere_(parts, pieces, keys, std, divisor, wide=wide)
         return
-    summands = len(keys) // len(pieces)
-    natively = [native.Piece(part, first, n // 2, lo, end) for _, n, lo, end, part, first in pieces]
-    sizes = [piece.nbytes(wide=wide) for piece in natively]
-    for start, stop in _batches(sizes, _TOGETHER // summands):
+    rows, sizes = pieces.short, pieces.sizes
+    summands = len(keys) // max(1, len(rows))
+    for start, stop in _batches(sizes, _TOGETHER // max(1, summands)):
         of_streams = [size for size in sizes[start:stop] for _ in range(summands)]
         streams = first_bytes(keys[start * summands : stop * summands], of_streams)
-        native.release_pieces_(natively[start:stop], streams, std, divisor, wide=wide)
+        first, last = int(rows[start, 0]), int(rows[stop - 1, 0])
+        own = rows[start:stop] - [first, 0, 0, 0, 0]
+        native.release_pieces_(parts[first : last + 1], own, streams, std, divisor, wide=wide)
+
+
+def _release_elsewhere_(
+    parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
+) -> None:
+    """Release short pieces of a device with the CPU's noise."""
+    spans = [(block, first, end - lo) for block, first, _, lo, end in pieces.short.tolist()]
+    elements = [parts[block].detach().view(-1)[first : first + n] for block, first, n in spans]
+    sizes = [n for _, _, n in spans]
+    joined = torch.cat(elements)
+    host = joined.cpu()
+    rows = pieces.short.copy()
+    rows[:, 0], rows[:, 1] = np.arange(len(rows)), 0
+    release_short_(host.split(sizes), pieces._replace(short=rows), keys, std, divisor, wide=wide)
+    torch._foreach_copy_(elements, joined.copy_(host).split(sizes))
+
+
+def keys_of_pieces(keys: Sequence[bytes], pieces: Pieces) -> list[bytes]:
+    """Return the key of each short piece, from those of the blocks."""
+    own = [keys[block] for block in pieces.short[:, 0].tolist()]
+    return [rest_of(key) if of_rest else key for key, of_rest in zip(own, pieces.of_rest, strict=True)]
+
+
+def rest_of(key: bytes) -> bytes:
+    """Return the key of the rest of a block, from that of the block."""
+    return derive_key(key, "rest")
 
 
 def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
@@ -106,4 +151,5 @@ def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
             yield start, i
             start, total = i, 0
         total += size
-    yield start, len(sizes)
+    if sizes:
+        yield start, len(sizes)

@@ -238,6 +238,27 @@ def test_a_factor_of_two_is_no_blind_spot_of_the_checksum(dtype, factor):
         assert checksum(x * factor) != before
 
 
+def replaced(p):
+    p.grad = torch.full_like(p, 1e6)
+
+
+def dropped(p):
+    p.grad = None
+
+
+@pytest.mark.parametrize("change", [replaced, dropped])
+def test_the_sums_that_were_digested_are_released_whatever_lies_there_by_then(change):
+    """A note of the release is the last foreign code before the noise."""
+    wanted, model = mlp(), mlp()
+    engine_on(wanted).internals.note_releases(lambda step, identity: lambda: None)
+    engine = engine_on(model)
+    engine.internals.note_releases(lambda step, identity: change(model[0].weight) or (lambda: None))
+    for each in (wanted, model):
+        backward(each)
+        torch.optim.SGD(each.parameters(), lr=1.0).step()
+    assert values(model).equal(values(wanted))
+
+
 def test_privatize_may_come_before_the_step():
     model = mlp()
     engine = engine_on(model, noise_multiplier=1.0)

@@ -23,17 +23,18 @@ cosines. DPSHARD_NATIVE=0 switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution
-from dpshard.kernels.native.digest import add_digests_, supports_digest
+from dpshard.kernels.native.digest import Weights, add_digests_, supports_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, supports_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
-from dpshard.kernels.native.normals import Piece, box_muller, release_, release_pieces_
+from dpshard.kernels.native.normals import box_muller, bytes_of_streams, release_, release_pieces_
 from dpshard.kernels.native.sums import checksums, norms_sq, supports_sums
 
 __all__ = [
-    "Piece",
+    "Weights",
     "add_digests_",
     "box_muller",
+    "bytes_of_streams",
     "checksums",
     "floored_ghost_norm_sq",
     "ghost_flops",

@@ -161,20 +161,13 @@ class Library:
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def release_pieces_(
-        self,
-        pieces: Table,
-        streams: Sequence[bytes],
-        *,
-        std: float,
-        divisor: float,
-        wide: tuple[bool, bool],
-        team: Team,
+        self, pieces: Table, streams: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
     ) -> None:
-        """See normals.release_pieces_; `pieces`: address, half, lo and end of each."""
-        count = len(pieces) // 4
-        at = (ctypes.c_char_p * len(streams))(*streams)  # keeps a reference to each
-        summands = len(streams) // count
-        self._c.dpshard_release_pieces(*team, pieces.ctypes.data, at, count, summands, std, divisor, *wide)
+        """See normals.release_pieces_; `pieces`: address, half, lo and end of each; `wide`: sums, and noise."""
+        count = len(pieces)
+        at = (ctypes.c_char_p * len(streams))(*streams)
+        args = pieces.ctypes.data, at, count, len(streams) // count, std, divisor
+        self._c.dpshard_release_pieces(*team, *args, *wide)
 
     def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
         """See digest.add_digests_; `stretches`: address, n, at and address of the rows of each."""
@@ -245,7 +238,7 @@ class Library:
         expected = [part.copy() for part in parts]
         pieces = table([(x.ctypes.data, half, lo, end) for x, (lo, end) in zip(parts, spans, strict=True)])
         wide = kind == np.float64, noise_kind == np.float64
-        self.release_pieces_(pieces, streams, std=std, divisor=divisor, wide=wide, team=_ALONE)
+        self.release_pieces_(pieces.reshape(-1, 4), streams, std, divisor, wide, _ALONE)
         for i, (x, (lo, end)) in enumerate(zip(expected, spans, strict=True)):
             own = streams[i * summands : (i + 1) * summands]
             reference.release_piece_(x, own, half, lo, end, std, divisor, noise_kind)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels.native import reference
-from dpshard.kernels.native.library import library, table, team
-from dpshard.kernels.native.reference import pairs_of
+from dpshard.kernels.native.library import library, team
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -41,48 +40,53 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
         compiled.release_(x, noise, std, divisor, team())
 
 
-class Piece(NamedTuple):
-    """Elements that get normals of their own streams."""
-
-    x: Tensor
-    """Contiguous, on the CPU, float32 or float64."""
-    first: int
-    """The piece's first element, in the flattened `x`."""
-    half: int
-    """A stream makes the normals [2, half]; their first and second elements come from one pair of words."""
-    lo: int
-    """The piece gets the normals [lo, end) of the flattened ones."""
-    end: int
-
-    def nbytes(self, *, wide: bool) -> int:
-        """Bytes that it needs of every stream, for float64 noise if `wide`, else float32."""
-        return 4 * ((3 if wide else 2) * self.half + pairs_of(self.half, self.lo, self.end)[1])
+def bytes_of_streams(pieces: NDArray[np.int64], *, wide: bool) -> NDArray[np.int64]:
+    """Bytes [N] that pieces [N, 5] of `release_pieces_` need of each of their streams."""
+    half, lo, end = pieces[:, 2], pieces[:, 3], pieces[:, 4]
+    last = np.where(end <= half, end, np.where(lo < half, half, end - half))  # after the last pair; see pairs_of
+    return 4 * ((3 if wide else 2) * half + last)
 
 
 def release_pieces_(
-    pieces: Sequence[Piece], streams: Sequence[bytes], std: float, divisor: float, *, wide: bool
+    parts: Sequence[Tensor],
+    pieces: NDArray[np.int64],
+    streams: Sequence[bytes],
+    std: float,
+    divisor: float,
+    *,
+    wide: bool,
 ) -> None:
-    """Replace every piece x by (x + std * noise) / divisor in place, in one call; all are of one dtype.
+    """Replace every piece x by (x + std * noise) / divisor in place, in one call.
 
-    `streams`: random words, int32 [3 or 4, half], as many streams for every piece, one piece after another. Noise is
-    the sum of a piece's normals, scaled to unit variance; float64 if `wide`, which float64 pieces need. Raises
-    ValueError for a stream that is too short, and for pieces without compiled code's layout.
+    Args:
+        parts: Contiguous tensors on the CPU, all float32 or all float64.
+        pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half], of which
+            the elements of the flattened part from `first` on get those in [lo, end).
+        streams: Random words, int32 [3 or 4, half]: as many streams for every piece, one piece after another. The noise
+            is the sum of their normals, scaled to unit variance.
+        std: Standard deviation of the noise.
+        divisor: Divisor of the sums.
+        wide: Draw float64 noise, which float64 parts need.
+
+    Raises ValueError for parts of another layout, pieces outside their parts, and streams that are too short.
     """
-    kind, summands, rows = pieces[0].x.dtype, len(streams) // len(pieces), []
-    for i, piece in enumerate(pieces):
-        x, first, half, lo, end = piece
-        own, needed = streams[i * summands : (i + 1) * summands], piece.nbytes(wide=wide)
-        fits = 0 <= lo < end <= 2 * half and 0 <= first <= x.numel() - (end - lo) and all(len(s) >= needed for s in own)
-        if not (fits and x.dtype is kind and x.is_contiguous() and x.is_cpu):
-            raise ValueError(f"No noise for elements [{lo}, {end}) of {x.dtype} {tuple(x.shape)} from {needed} bytes.")
-        rows.append((x.data_ptr() + first * x.itemsize, half, lo, end))
-    compiled, of_double = library(), kind == torch.float64
+    count, kind = len(pieces), parts[0].dtype
+    summands, of_double = len(streams) // count, kind == torch.float64
+    index, first, half, lo, end = pieces.T
+    sizes = np.array([x.numel() for x in parts])
+    fits = (lo >= 0) & (lo < end) & (end <= 2 * half) & (first >= 0) & (first + end - lo <= sizes[index])
+    long = np.fromiter(map(len, streams), np.int64).reshape(count, -1) >= bytes_of_streams(pieces, wide=wide)[:, None]
+    alike = all(x.dtype is kind and x.is_cpu and x.is_contiguous() for x in parts) and (wide or not of_double)
+    if not (fits.all() and long.all() and alike and kind in (torch.float32, torch.float64)):
+        raise ValueError(f"No noise for pieces of {kind} tensors here, or for {len(streams)} streams.")
+    compiled = library()
     if compiled is not None:
-        compiled.release_pieces_(
-            table(rows), streams, std=std, divisor=divisor, wide=(of_double, wide or of_double), team=team()
-        )
+        rows = pieces[:, 1:].copy()
+        rows[:, 0] = np.array([x.data_ptr() for x in parts])[index] + first * parts[0].itemsize
+        compiled.release_pieces_(rows, streams, std, divisor, (of_double, wide), team())
         return
-    for i, (x, first, half, lo, end) in enumerate(pieces):
-        part = x.detach().view(-1).numpy()[first : first + end - lo]
+    kind = np.float64 if wide else np.float32
+    flat = [x.detach().view(-1).numpy() for x in parts]
+    for i, (part, start, half, lo, end) in enumerate(pieces.tolist()):
         own = streams[i * summands : (i + 1) * summands]
-        reference.release_piece_(part, own, half, lo, end, std, divisor, np.float64 if wide else np.float32)
+        reference.release_piece_(flat[part][start : start + end - lo], own, half, lo, end, std, divisor, kind)

@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from dpshard.kernels.native.library import library, table, team
+from dpshard.kernels.native.library import Library, Table, library, table, team
 
 
-def supports_sums(tensors: Sequence[Tensor]) -> bool:
-    """Return True if compiled code supports `tensors`: contiguous ones on the CPU, and not fake."""
-    return library() is not None and all(type(x) is Tensor and x.is_cpu and x.is_contiguous() for x in tensors)
+def supports_sums(x: Tensor) -> bool:
+    """Return True if compiled code supports `x`: contiguous, on the CPU, and not fake."""
+    kind = type(x)
+    return (kind is Tensor or kind is Parameter) and x.is_cpu and x.is_contiguous() and library() is not None
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -23,7 +25,10 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     `supports_sums` first.
     """
     found = np.empty(len(tensors), np.int64)
-    _library(tensors, (2, 4, 8, 16)).checksums(_arrays(tensors), len(tensors), found.ctypes.data, team())
+    compiled, arrays = _called(tensors)
+    if 1 in arrays[2::3]:
+        raise ValueError("Compiled code has no checksums of single bytes.")
+    compiled.checksums(arrays, len(tensors), found.ctypes.data, team())
     return torch.from_numpy(found)
 
 
@@ -33,19 +38,16 @@ def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
     Raises ValueError unless all are float32 or float64; call `supports_sums` first.
     """
     found = np.empty(len(tensors), np.float64)
-    compiled = _library(tensors, (4, 8))
-    if not all(x.dtype in (torch.float32, torch.float64) for x in tensors):
+    compiled, arrays = _called(tensors)
+    if not {x.dtype for x in tensors} <= {torch.float32, torch.float64}:
         raise ValueError("Compiled code takes norms of float32 and float64 only.")
-    compiled.norms_sq(_arrays(tensors), len(tensors), found.ctypes.data, team())
+    compiled.norms_sq(arrays, len(tensors), found.ctypes.data, team())
     return torch.from_numpy(found)
 
 
-def _library(tensors: Sequence[Tensor], sizes: tuple[int, ...]):
+def _called(tensors: Sequence[Tensor]) -> tuple[Library, Table]:
+    """Return the library, and address, size and itemsize of each tensor."""
     compiled = library()
-    if compiled is None or any(x.itemsize not in sizes for x in tensors):
-        raise ValueError(f"Compiled code has no sums over elements of other than {sizes} bytes.")
-    return compiled
-
-
-def _arrays(tensors: Sequence[Tensor]):
-    return table([(x.data_ptr(), x.numel(), x.itemsize) for x in tensors])
+    if compiled is None:
+        raise ValueError("There is no compiled code: call supports_sums first.")
+    return compiled, table([(x.data_ptr(), x.numel(), x.itemsize) for x in tensors])

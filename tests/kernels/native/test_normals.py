@@ -6,7 +6,7 @@ import torch
 
 from dpshard.kernels import native
 from dpshard.noise.keyed import KeyedGaussian, SumShard
-from dpshard.randomness import UNIT, RandomSource, first_normals
+from dpshard.randomness import UNIT, RandomSource, derive_keys, first_bytes
 
 KEY = bytes(range(32))
 
@@ -39,14 +39,74 @@ def test_normals_are_those_of_the_formula(dtype, rows):
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_source_draws_what_numpy_would_make_of_its_bits(dtype, switch_off):
     def drawn():
-        pieces = [piece.copy() for piece in RandomSource(KEY).normals(5 * UNIT + 3, dtype)]
-        return np.concatenate(pieces), np.stack([row.copy() for row in first_normals([KEY, KEY[::-1]], 2048, dtype)])
+        return np.concatenate([piece.copy() for piece in RandomSource(KEY).normals(5 * UNIT + 3, dtype)])
 
     compiled = drawn()
     switch_off()
-    for ours, numpys in zip(compiled, drawn(), strict=True):
-        np.testing.assert_allclose(ours, numpys, rtol=0, atol=np.sqrt(np.finfo(dtype).eps))
-        assert np.quantile(abs(ours - numpys), 0.99) < 10 * np.finfo(dtype).eps
+    numpys = drawn()
+    np.testing.assert_allclose(compiled, numpys, rtol=0, atol=np.sqrt(np.finfo(dtype).eps))
+    assert np.quantile(abs(compiled - numpys), 0.99) < 10 * np.finfo(dtype).eps
+
+
+KINDS = [(torch.float32, False, 1), (torch.float32, True, 4), (torch.float64, True, 1), (torch.float64, True, 4)]
+PIECES = np.array([(0, 0, 9, 0, 18), (1, 5, 1200, 3, 1190), (2, 0, 1200, 1201, 2400), (2, 1250, 1200, 900, 1950)])
+
+
+def release_pieces(dtype, wide, summands):
+    parts = [torch.linspace(-1, 1, n, dtype=dtype) for n in (18, 1200, 2300)]
+    sizes = np.repeat(native.bytes_of_streams(PIECES, wide=wide), summands).tolist()
+    keys = derive_keys(KEY, ("stream",), [(i,) for i in range(len(sizes))])
+    streams = [stream[:size] for stream, size in zip(first_bytes(keys, sizes), sizes, strict=True)]  # not one byte more
+    native.release_pieces_(parts, PIECES, streams, 0.7, 3.0, wide=wide)
+    return parts, keys
+
+
+@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize(("dtype", "wide", "summands"), KINDS)
+def test_pieces_get_the_bits_of_single_calls(dtype, wide, summands, built, switch_off):
+    if not built:
+        switch_off()
+    parts, keys = release_pieces(dtype, wide, summands)
+    expected = [torch.linspace(-1, 1, len(part), dtype=dtype) for part in parts]
+    rows, kind = (4, np.float64) if wide else (3, np.float32)
+    for i, (part, first, half, lo, end) in enumerate(PIECES.tolist()):
+        noise = 0
+        for key in keys[i * summands : (i + 1) * summands]:
+            words = np.frombuffer(first_bytes([key], [4 * rows * half])[0], np.int32, rows * half)
+            normals = np.empty((1, 2, half), kind)
+            native.box_muller(words.reshape(1, rows, half).copy(), normals, np.empty((rows, 1, half), kind))
+            noise = noise + normals.reshape(-1)[lo:end]
+        noise = noise if summands == 1 else noise * 0.5
+        native.release_(expected[part].numpy()[first : first + end - lo], noise, 0.7, 3.0)
+    for got, wanted in zip(parts, expected, strict=True):
+        assert torch.equal(got, wanted)
+
+
+def test_threads_change_no_bit_of_pieces(set_threads):
+    released = []
+    for threads in (1, 3):
+        set_threads(threads)
+        released.append(torch.cat(release_pieces(torch.float32, True, 4)[0]))
+    assert torch.equal(*released)
+
+
+@pytest.mark.parametrize(
+    "row", [(0, 1, 8, 0, 8), (0, 0, 8, 9, 17), (0, -1, 8, 0, 4), (0, 0, 8, 4, 4), (0, 0, 8, -1, 3)]
+)
+def test_pieces_outside_their_parts_are_refused(row):
+    x, stream = torch.zeros(8), bytes(4 * 3 * 8)
+    native.release_pieces_([x], np.array([(0, 0, 8, 8, 16)]), [stream], 1.0, 1.0, wide=False)
+    with pytest.raises(ValueError, match="No noise for pieces"):
+        native.release_pieces_([x], np.array([row]), [stream], 1.0, 1.0, wide=False)
+
+
+@pytest.mark.parametrize("x", [torch.zeros(16)[::2], torch.zeros(8, dtype=torch.float64), torch.zeros(8).half()])
+def test_parts_of_another_layout_and_short_streams_are_refused(x):
+    pieces, stream = np.array([(0, 0, 8, 0, 8)]), bytes(4 * 3 * 8)
+    with pytest.raises(ValueError, match="No noise for pieces"):
+        native.release_pieces_([x], pieces, [stream], 1.0, 1.0, wide=False)
+    with pytest.raises(ValueError, match="No noise for pieces"):
+        native.release_pieces_([torch.zeros(8)], pieces, [stream[:-1]], 1.0, 1.0, wide=False)
 
 
 @pytest.mark.parametrize(("x_dtype", "noise_dtype"), [("f4", "f4"), ("f4", "f8"), ("f8", "f8")])
