@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpshard.kernels.native.library import Library, Table, library, table, team
+from dpshard.kernels.native.library import Library, Table, library_of_tables, table, team
 
 
 def supports_sums(x: Tensor) -> bool:
     """Return True if compiled code supports `x`: contiguous, on the CPU, and not fake."""
     kind = type(x)
-    return (kind is Tensor or kind is Parameter) and x.is_cpu and x.is_contiguous() and library() is not None
+    return (kind is Tensor or kind is Parameter) and x.is_cpu and x.is_contiguous() and library_of_tables() is not None
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -47,7 +47,7 @@ def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
 
 def _called(tensors: Sequence[Tensor]) -> tuple[Library, Table]:
     """Return the library, and address, size and itemsize of each tensor."""
-    compiled = library()
+    compiled = library_of_tables()
     if compiled is None:
         raise ValueError("There is no compiled code: call supports_sums first.")
     return compiled, table([(x.data_ptr(), x.numel(), x.itemsize) for x in tensors])
