@@ -101,7 +101,7 @@ def test_a_batch_whose_release_failed_does_not_get_the_noise_of_the_next_step(mo
         raise MemoryError
 
     with monkeypatch.context() as patch, pytest.raises(MemoryError):  # noqa: PT012
-        patch.setattr(KeyedGaussian, "_privatize", out_of_memory)
+        patch.setattr(KeyedGaussian, "_release_blocks_", out_of_memory)
         optimizer.step()
     assert engine.step == 1  # counted first
     # A run that is resumed from before it gives batch 1 the noise of step 1: the difference would be free of noise.
