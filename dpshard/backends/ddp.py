@@ -63,7 +63,7 @@ class DDPReduction:
         begins = self._store.begins(self._end)
         # A pass ends by recording all gradients as the reducer's results, so check all before the first sum.
         self._store.require_untouched(self._parameters if begins else names)
-        return [self._gradient(name, take(name)) for name in names]
+        return [self._gradient(name, self._store.whole_sum(name, take(name))) for name in names]
 
     def _gradient(self, name: str, clipped_sum: Tensor | None) -> Tensor | None:
         parameter = self._parameters[name]

@@ -68,6 +68,11 @@ class DotGradStore:
 
     # --- during backward --------------------------------------------------------------------------------------------
 
+    def whole_sum(self, name: str, total: Tensor | None) -> Tensor | None:
+        """Return the whole of a clipped sum, if this is a slice (see GroupTape.take)."""
+        parts = self._sharding.parts
+        return total if parts is None else parts.whole_sum(name, total, self._parameters[name])
+
     def through_autograd(self, name: str, clipped_sum: Tensor | None, wide_sums: dict[str, Tensor]) -> Tensor | None:
         """Return the gradient that adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
         parameter = self._parameters[name]

@@ -42,7 +42,7 @@ class NoReduction:
         store = self._store
         store.begins(lambda: None)
         store.require_untouched(names)
-        return [store.through_autograd(name, take(name), store.wide_sums) for name in names]
+        return [store.through_autograd(name, store.whole_sum(name, take(name)), store.wide_sums) for name in names]
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return an empty block."""

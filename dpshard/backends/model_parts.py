@@ -25,8 +25,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dpshard.backends.communicator import Communicator
+from dpshard.backends.slices import Slices
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import SumShard
+from dpshard.records import as_complex, as_real
 
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user tells them."""
@@ -62,6 +64,10 @@ class ModelParts:
         self.group, self.device, self.mesh = group, device, mesh
         self.size, self.rank = group.size(), dist.get_rank(group)
         self._cut, self._termwise = dict(cut), termwise
+        self.slices = Slices(group)
+        """Of the sums of terms."""
+        self.spread: bool = False
+        """True if FSDP shards over the model's ranks, too, so that each has shards of its own."""
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @classmethod
@@ -127,6 +133,10 @@ class ModelParts:
         """See Parts."""
         return name in self._termwise
 
+    def adds_squares(self, name: str) -> bool:
+        """See Parts."""
+        return name in self._cut or name in self._termwise
+
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
         """See Parts."""
         return self.over_ranks(cut_B + whole_B if self.rank == 0 else cut_B)
@@ -148,8 +158,20 @@ class ModelParts:
         dist.all_reduce(x, group=self.group)
         return x
 
+    def sliced(self, name: str, terms_B: Tensor) -> Tensor:
+        """See Parts."""
+        return self.slices.scatter(name, terms_B.detach())
+
+    def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
+        """Return the whole of a sum of which each rank has a slice, or the sum itself; all model ranks call it."""
+        if total is None or not self.is_termwise(name):
+            return total
+        return as_complex(self.slices.whole(name, total, as_real(parameter).shape), parameter.dtype)
+
     def divide(self, shards: Sequence[SumShard]) -> tuple[list[SumShard], list[SumShard]]:
         """Return the shards that are parts, and those that are whole on every rank."""
+        if self.spread:
+            return list(shards), []
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
 
     # --- where parts lie --------------------------------------------------------------------------------------------

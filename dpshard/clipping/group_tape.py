@@ -97,6 +97,7 @@ class GroupTape:
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
         self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
+        self._sums_are_slices = True  # of parameters whose records are terms
 
     # --- uses --------------------------------------------------------------------------------------------------------
 
@@ -129,6 +130,8 @@ class GroupTape:
         entries = self.entries.pop(name, [])
         if not entries:
             return
+        if self._has_terms(name):
+            entries = [(self.sources[name], self._slice(name, entries))]
         source = entries[0][0]
         if len(entries) > 1 and not all(_is_same(source, other) for other, _ in entries):
             # Pull uses through different derivations (slices, transposes) back to the root.
@@ -153,9 +156,19 @@ class GroupTape:
         return kept
 
     def _is_cut(self, name: str) -> bool:
-        """Return True if other ranks hold other parts, or no rank holds parts."""
+        """Return True if other ranks hold other parts or slices, or no rank holds parts."""
         parts = self.roots.parts
-        return parts is None or parts.is_cut(name)
+        return parts is None or parts.adds_squares(name)
+
+    def _has_terms(self, name: str) -> bool:
+        parts = self.roots.parts
+        return parts is not None and parts.is_termwise(name)
+
+    def _slice(self, name: str, entries: list[tuple[Source, Record]]) -> Record:
+        """Return a record of this rank's slice of the sum of all ranks' records; all of them meet here."""
+        assert self.roots.parts is not None
+        first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
+        return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
 
     def norm_B(self, *, keep: bool) -> Tensor | None:
         """Measure the rest, and return the norms [B] of the group; None without any gradient."""
@@ -203,6 +216,7 @@ class GroupTape:
         """Begin the second pass, in which all records arrive again."""
         self._bundles.clear()
         self._arrived.clear()
+        self._sums_are_slices = False
 
     def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
         shaped = self.roots.placeholder(name)
@@ -240,12 +254,18 @@ class GroupTape:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
-        """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
+        """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived.
+
+        Of a parameter whose records are terms of a sum over ranks, return this rank's slice (see parts.py), real.
+        """
         if name in self.entries or name in self._waiting:
             self.sum(name)
         if self._bundles:
             self._sum_bundles()
         clipped = self._sums.pop(name, None)
+        if clipped is not None and self._has_terms(name):
+            assert self.roots.parts is not None
+            return clipped if self._sums_are_slices else self.roots.parts.sliced(name, clipped[None])[0]
         return None if clipped is None else as_complex(clipped, self.roots.anchored[name].dtype)
 
     def _sum_bundles(self) -> None:

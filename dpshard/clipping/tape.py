@@ -26,7 +26,7 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.owed_backwards import HALFWAY, OwedBackwards
 from dpshard.clipping.region import Asked, RegionPlan, plan_region
 from dpshard.config import Execution
-from dpshard.errors import LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import LogicalBatchError
 from dpshard.records import Offload, Owners, PerSampleGrad, Record
 from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
@@ -176,7 +176,7 @@ class Tape:
         if all(map(_is_there, tensors)):
             for source, record in use.build(*tensors):
                 owned = record if self.owners is None else self.owners.assign(record)
-                self._add(source, self._summed(use, source, owned.real()))
+                self._add(source, self._summed(use, owned.real()))
         arriving = [name for source in use.sources for name in source.roots]
         for source in use.sources:
             for name in source.roots:
@@ -197,20 +197,10 @@ class Tape:
         for name, root in pull_back_per_sample(source, record, self.clipper.roots.values).items():
             self._group(name).add(name, self.clipper.sources[name], root)
 
-    def _summed(self, use: Use, source: Source, record: Record) -> Record:
+    def _summed(self, use: Use, record: Record) -> Record:
         """Return the record with the terms of other ranks; see [Note: Norms of parts]."""
         parts = self.clipper.roots.parts
-        if parts is None:
-            return record
-        termwise = {use.termwise or parts.is_termwise(name) for name in source.roots}
-        if termwise == {False}:
-            return record
-        if len(termwise) > 1:
-            raise UnsupportedParameterError(
-                f"{source.label}: gradients of some of its parameters are sums over ranks, of others not. Tell all of "
-                f"them to be sums, or do not join them."
-            )
-        return PerSampleGrad(parts.summed(record.per_sample()))
+        return PerSampleGrad(parts.summed(record.per_sample())) if use.termwise and parts is not None else record
 
     def _group(self, name: str) -> GroupTape:
         return self.groups[self.clipper.group_of[name].index]
@@ -264,7 +254,7 @@ class ClippedSums:
     """True if the caller of the backward pass would get one of them, instead of `.grad`."""
 
     def take(self, name: str) -> Tensor | None:
-        """Compute the clipped sum of a parameter, once, and free its records; None if no gradient has arrived."""
+        """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
         total: Tensor | None = None
         for tape in self.tapes:
             part = tape.take(name)

@@ -21,6 +21,7 @@ from dpshard.clipping.parts import Parts
 from dpshard.clipping.tape import ClippedSums, Clipper, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
 from dpshard.interception import is_placed
+from dpshard.records import as_real
 from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
 from dpshard.verification.objectives import Objective
@@ -146,10 +147,10 @@ def sketched_gradients(
 
 
 def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
-    """Return this rank's part of a gradient, or the whole of one that is a sum over ranks."""
+    """Return this rank's part of a gradient, or its slice of a sum over ranks."""
     if is_placed(gradient):
         return gradient.redistribute(placements=parameter.placements).to_local()
-    return parts.summed(gradient) if parts.is_termwise(name) else gradient
+    return parts.sliced(name, as_real(gradient)[None])[0] if parts.is_termwise(name) else gradient
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -160,9 +161,9 @@ def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> l
     values = [(name, x) for some in squares for name, x in some.items()]
     if parts is None or not values:
         return list(squares)
-    cut = torch.tensor([x if parts.is_cut(name) else 0.0 for name, x in values], dtype=torch.float64, device="cpu")
-    whole = torch.tensor([0.0 if parts.is_cut(name) else x for name, x in values], dtype=torch.float64, device="cpu")
-    total = iter(parts.norm_sq(cut, whole).tolist())
+    squared = torch.tensor([x for _, x in values], dtype=torch.float64, device="cpu")
+    add_up = torch.tensor([parts.adds_squares(name) for name, _ in values], device="cpu")
+    total = iter(parts.norm_sq(squared.where(add_up, 0.0), squared.where(~add_up, 0.0)).tolist())
     return [{name: next(total) for name in some} for some in squares]
 
 

@@ -47,7 +47,6 @@ from dpshard.clipping.group_tape import Use
 from dpshard.clipping.tape import Tape
 from dpshard.errors import DpshardError
 from dpshard.records import PerSampleGrad, Record
-from dpshard.rules.call import Source
 from tests import seeds
 from tests.distributed.rank import main
 from tests.sums import taken_for_equal
@@ -248,7 +247,7 @@ def _whole_counted_by_each(parts: ModelParts, cut_B: Tensor, whole_B: Tensor) ->
     return parts.over_ranks(cut_B + whole_B)
 
 
-def _terms_squared(tape: Tape, use: Use, source: Source, record: Record) -> Record:
+def _terms_squared(tape: Tape, use: Use, record: Record) -> Record:
     """Square terms before they are added: norms of what SequenceParallel normalises become too small."""
     parts = tape.clipper.roots.parts
     assert parts is not None

@@ -18,6 +18,7 @@ import pytest
 from dpshard.applications.planner import Clipping, Setup, Transformer
 from dpshard.applications.planner.meter import Traffic
 from dpshard.applications.planner.simulation import Simulation, simulated
+from dpshard.applications.planner.timeline import Event
 from dpshard.interception.rows.doubts import Doubt
 from tests.grids import chosen
 
@@ -79,3 +80,25 @@ def test_two_passes_gather_the_blocks_once_more() -> None:
     assert private[gathers].calls == ordinary[gathers].calls + TINY.layers
     del private[gathers], ordinary[gathers]
     assert private == ordinary | metrics(CASES["fsdp2"], 1)
+
+
+def test_context_parallelism_reduces_in_two_levels_and_sends_no_more() -> None:
+    """Terms are summed over the ranks of a model, then slices over the data ranks; beside that, numbers a sample."""
+    shape = replace(TINY, tied=False)
+    setup = Setup(model=shape, ranks=256, cp=8)
+    with simulated(setup) as simulation:
+        ordinary = simulation.count(None, 1)
+        for clipping in EXTREMES:
+            private, groups = simulation.count(clipping, 1), groups_of(clipping, shape)
+            assert sent(private.events, "reduce-scatter") == pytest.approx(sent(ordinary.events, "reduce-scatter"))
+            same = {("all-gather", "bfloat16"), ("reduce-scatter", "bfloat16")}  # keys and values
+            traffic, before = private.traffic(), ordinary.traffic()
+            assert {key: traffic.pop(key) for key in same} == {key: before[key] for key in same}
+            del traffic["reduce-scatter", "float32"]
+            assert traffic.pop(("all-gather", "float32")) == Traffic(groups, groups * 8 * 4)  # norms
+            assert sum(found.nbytes for found in traffic.values()) < 256 * 8 * (6 * groups + 20)  # metrics and digests
+
+
+def sent(events: list[Event], kind: str) -> float:
+    """Bytes that a rank sends in a ring."""
+    return sum(event.nbytes * (1 - 1 / event.ranks) for event in events if event.kind == kind)

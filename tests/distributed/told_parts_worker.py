@@ -3,7 +3,8 @@
 Usage: torchrun --nproc_per_node=W told_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
 
 Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp (parts of the sequence: attention
-gathers keys and values). Wrappers: alone (all ranks hold one model), ddp and fsdp2 (two ranks hold one model). Options:
+gathers keys and values). Wrappers: alone (all ranks hold one model), ddp and fsdp2 (two ranks hold one model), flat (so
+they do, but FSDP2 shards over all ranks). Options:
 verified, untold (nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise
 maps reduces nothing), lied (terms are called whole), digested.
 """
@@ -196,10 +197,11 @@ def compare(case: str) -> dict[str, Any]:
     model: nn.Module = parted
     if wrapper == "ddp":
         model = DistributedDataParallel(parted, process_group=mesh["data"].get_group())
-    elif wrapper == "fsdp2":
+    elif wrapper in ("fsdp2", "flat"):
+        over = mesh["data"] if wrapper == "fsdp2" else mesh._flatten("all")
         for block in parted.blocks:
-            fully_shard(block, mesh=mesh["data"])
-        fully_shard(parted, mesh=mesh["data"])
+            fully_shard(block, mesh=over)
+        fully_shard(parted, mesh=over)
     try:
         with nullcontext() if "digested" in options else taken_for_equal():
             found = train(model, kind, style, mode, options, group)

@@ -22,7 +22,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
@@ -127,6 +126,10 @@ class Simulation:
         self._layouts: dict[Any, Layout] = {}  # shared by all engines
         mesh = self._mesh()
         self._told: dict[str, Any] = {}  # arguments of the engine under context parallelism
+        # Ranks of a model with parts of samples have shards of their own; with parts of parameters, they have these.
+        sharded_over = (
+            mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
+        )
         with fake, UnreadValues(), meter, meshes_outside():
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())
@@ -136,7 +139,7 @@ class Simulation:
                 meter.waited = dist.get_process_group_ranks(group)
                 if setup.cp > 1:
                     self._told = {"model_parallel_group": group, "model_parallel_parts": {"*": "sum"}}
-                mesh = mesh["shard"]
+                mesh = sharded_over
             self.model = self._shard(self.subject, mesh)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             # The fused optimizer makes no temporary copies, and reads no values.
@@ -185,7 +188,7 @@ class Simulation:
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
-                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch, private=False)
+                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch)
             return self.meter.counts
         rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
         with grids_unasked():
@@ -216,7 +219,7 @@ class Simulation:
             engine.detach()
         return self.meter.counts
 
-    def _step(self, logical_batch: Iterable[Any], micro_batch: int, *, private: bool = True) -> None:
+    def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
         # Earlier tensors in reference cycles would count until Python collects them.
         gc.collect()
@@ -229,10 +232,6 @@ class Simulation:
                 self.meter.phase = "backward"
                 loss.backward()
                 del loss
-        if self._told and not private:  # which the engine does itself
-            for p in self.model.parameters():
-                assert isinstance(p.grad, DTensor)
-                dist.all_reduce(p.grad._local_tensor, group=self._told["model_parallel_group"])
         self.meter.phase = "update"
         self.meter.label([p.grad for p in self.model.parameters()], GRADIENTS)
         self.optimizer.step()

@@ -57,6 +57,18 @@ class UnitReduction:
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._pass: _Pass | None = None
 
+    def _is_sliced(self, name: str) -> bool:
+        """Return True if the ranks of a model have slices of the sum; see [Note: A reduction in two levels]."""
+        parts = self._sharding.parts
+        return parts is not None and parts.is_termwise(name)
+
+    def _width(self, name: str) -> int:
+        """Return the elements that a data rank gets of a sum, with padding."""
+        parts, local = self._sharding.parts, as_real(self._sharding.local(self._parameters[name]))
+        if parts is not None and self._is_sliced(name):
+            return parts.slices.width(name, local.shape)
+        return self._sharding.rows(name) * local.shape[1:].numel()
+
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Reduce the clipped sums; return None for each, because shards go to `.grad` directly."""
         if self._store.begins(self._end):
@@ -116,16 +128,23 @@ class UnitReduction:
             dist.all_reduce(shards, group=group)
         self._store.require_untouched(unit.names)  # layers that did not run here are not checked yet
         with torch.no_grad():
+            joined = self._join_slices(unit, shards)
             for name, columns in self._columns[unit].items():
                 local = as_real(self._sharding.local(self._parameters[name]))
-                self._store.add_shard(name, shards[columns.start : columns.start + local.numel()].view(local.shape))
+                shard = joined[:, columns].reshape(-1) if self._is_sliced(name) else shards[columns]
+                self._store.add_shard(name, shard[: local.numel()].view(local.shape))
+
+    def _join_slices(self, unit: Unit, shards: Tensor) -> Tensor:
+        """Return the slices of all ranks of a model, which come first in a bucket, [ranks, their elements]."""
+        parts, columns = self._sharding.parts, self._columns[unit]
+        sliced = max((columns[name].stop for name in columns if self._is_sliced(name)), default=0)
+        return parts.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
 
     def _lay_out(self, unit: Unit) -> Iterator[tuple[str, slice]]:
         """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""
         start = 0
-        for name in unit.names:
-            local = as_real(self._sharding.local(self._parameters[name]))
-            stop = start + self._sharding.rows(name) * local.shape[1:].numel()
+        for name in sorted(unit.names, key=lambda name: not self._is_sliced(name)):
+            stop = start + self._width(name)
             yield name, slice(start, stop)
             start = stop
 
@@ -135,13 +154,19 @@ class UnitReduction:
             width = max(columns.stop for columns in self._columns[unit].values())
             dtypes = (self._parameters[name].dtype.to_real() for name in unit.names)
             dtype = functools.reduce(torch.promote_types, dtypes, torch.float32)
-            ranks, device = self._sharding.shard_mesh.size(), self._sharding.compute_device
+            ranks, device = self._sharding.shard_group.size(), self._sharding.compute_device
             reduction.bucket = torch.zeros(ranks, width, dtype=dtype, device=device)
         return reduction.bucket
 
     def _fill(self, reduction: _Pass, name: str, total: Tensor) -> None:
-        columns = self._columns[reduction.waiting[0]][name]
-        _add_chunks(self._bucket(reduction)[:, columns], as_real(total), self._sharding.rows(name))
+        self._add(self._bucket(reduction)[:, self._columns[reduction.waiting[0]][name]], name, total)
+
+    def _add(self, rows: Tensor, name: str, total: Tensor) -> None:
+        """Add a sum, or a slice of it, to its columns of a bucket."""
+        if self._is_sliced(name):
+            rows += total.view(len(rows), -1)
+        else:
+            _add_chunks(rows, as_real(total), self._sharding.rows(name))
 
     def _reduce_scatter(self, reduction: _Pass) -> tuple[Unit, Tensor, Tensor, dist.Work]:
         unit, bucket = reduction.waiting[0], self._bucket(reduction)
@@ -149,9 +174,9 @@ class UnitReduction:
         for name, columns in self._columns[unit].items():
             held = self._store.unreduced.pop(name, None)
             if held is not None:
-                _add_chunks(bucket[:, columns], as_real(held), self._sharding.rows(name))
+                self._add(bucket[:, columns], name, held)
         shards = bucket.new_empty(bucket.shape[1])
-        work = reduce_scatter(shards, bucket.view(-1), group=self._sharding.shard_mesh.get_group(), async_op=True)
+        work = reduce_scatter(shards, bucket.view(-1), group=self._sharding.shard_group, async_op=True)
         assert work is not None
         return unit, shards, bucket, work
 
@@ -179,8 +204,8 @@ class UnitReduction:
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
         """Return the digest of all shards; LogicalBatchError if replicas of HSDP differ."""
-        mesh, shard_dim = self._sharding.mesh, self._sharding.shard_dim
-        replicas_RL = ranks_WL.unflatten(0, mesh.shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
+        shape, shard_dim = self._sharding.data_shape, self._sharding.shard_dim
+        replicas_RL = ranks_WL.unflatten(0, shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):
             raise LogicalBatchError(
                 "The clipped sums of this logical batch differ between the replicas of a hybrid-sharded model, so the "

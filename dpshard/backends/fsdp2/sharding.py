@@ -17,6 +17,7 @@ from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
+from dpshard.backends.slices import Slices, crossing
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
@@ -46,6 +47,13 @@ class FSDP2Sharding(Sharding):
         self.differentiated: Mapping[str, Tensor] = self.whole
         self.data = Communicator(self.mesh.size(), self._group, self.compute_device)
         self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
+        self._data_group: dist.ProcessGroup | None = None
+        if self.parts is not None and self.parts.plain:
+            try:
+                self._slice(self.parts)
+            except ConfigurationError:
+                self.detach()
+                raise
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -80,6 +88,34 @@ class FSDP2Sharding(Sharding):
         (mesh,) = meshes
         cut = {name: placement.dim for name, (_, placement) in of_model.items() if placement.is_shard()}
         return ModelParts(mesh.get_group(), self.compute_device, cut, mesh=mesh)
+
+    def _slice(self, parts: ModelParts) -> None:
+        """Let the ranks of a model divide sums of terms as FSDP divides parameters.
+
+        See [Note: A reduction in two levels]. Raises ConfigurationError if FSDP shards over ranks of one model, but not
+        all parameters are terms, or not over all ranks.
+        """
+        chunks = self.shard_mesh.size()
+        if self.mesh.size() * parts.size <= dist.get_world_size():
+            parts.slices = Slices(parts.group, chunks, self.rows)
+            return
+        ranks, places = self.mesh.mesh.flatten().tolist(), None
+        if self.mesh.ndim == 1 and len(ranks) == dist.get_world_size():
+            places = crossing(ranks, dist.get_process_group_ranks(parts.group))
+        if places is None or not all(map(parts.is_termwise, self.parameters)):
+            raise ConfigurationError(
+                "fully_shard has a mesh with ranks that hold one model. That is supported for context parallelism, "
+                "where all parameters are 'sum', over all ranks, and without replicas: init_device_mesh with the "
+                "dimensions data and model, and fully_shard on both, flattened; or fully_shard on the dimension data "
+                "alone."
+            )
+        parts.slices = Slices(parts.group, chunks, self.rows, [place for of_data in places for place in of_data])
+        parts.spread = True
+        own = [ranks[place] for place in places[parts.rank]]
+        group = dist.new_group(own, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup)
+        self._data_group = group
+        self.data = Communicator(len(own), lambda: group, self.compute_device)
 
     def _refuse_mixed(self, unit: Unit) -> None:
         """Raise the error that FSDP would raise in the first forward."""
@@ -162,6 +198,16 @@ class FSDP2Sharding(Sharding):
         """Mesh of the ranks with different shards."""
         return self._parts[self.shard_dim]
 
+    @property
+    def shard_group(self) -> dist.ProcessGroup:
+        """The data ranks with different shards."""
+        return self._data_group or self.shard_mesh.get_group()
+
+    @property
+    def data_shape(self) -> tuple[int, ...]:
+        """The mesh of the data ranks."""
+        return tuple(self.mesh.shape) if self._data_group is None else (self._data_group.size(),)
+
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
         """Yield the groups with equal shards (HSDP)."""
         for dim, part in enumerate(self._parts):
@@ -212,5 +258,5 @@ class FSDP2Sharding(Sharding):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return the sum of a scalar over different shards."""
         x = x.to(self.compute_device)
-        dist.all_reduce(x, group=self.shard_mesh.get_group())
+        dist.all_reduce(x, group=self.shard_group)
         return x
