@@ -114,6 +114,7 @@ def test_what_proves_nothing_is_refused_in_one_line(dpshard, options, said):
     assert message.count("\n") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("known_secret")
 def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, written, monkeypatch):
     faults.reuse_noise(monkeypatch, steps=4)
@@ -141,7 +142,7 @@ def test_correlated_runs_are_audited(dpshard, tmp_path, written, monkeypatch):
 
 
 @pytest.mark.usefixtures("known_secret")
-@pytest.mark.parametrize("more", quick([], rest=[["--steps-per-trial", 2]]))
+@pytest.mark.parametrize("more", quick(["--steps-per-trial", 2], rest=[[]]))
 def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, written, monkeypatch, more):
     faults.silence(monkeypatch, "bias")
     flags = ["--trials", 60, "--canaries", 0, *SETTINGS, "--json", tmp_path / "audit.json", *more]
