@@ -10,6 +10,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from dpshard.accounting import composition
+from dpshard.accounting.bounds import bound_of
+from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import app
 from tests.forks import Command, Forked
 
@@ -61,6 +64,25 @@ def pictures() -> None:
 def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
     with nullcontext() if "pictures" in request.fixturenames else no_pictures():
         yield
+
+
+@pytest.fixture(scope="module")
+def coarse_losses() -> Iterator[None]:
+    """Epsilon by "pld" on a grid ten times coarser: a bound as sound, some percent looser, in less time.
+
+    For tests of commands; those of figures are in tests/accounting and test_account.py.
+    """
+    interval = composition._interval
+
+    def coarse(counts: Counts, delta: float) -> float | None:
+        found = interval(counts, delta)
+        return None if found is None else max(found, 1e-3)
+
+    bound_of.cache_clear()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(composition, "_interval", coarse)
+        yield
+    bound_of.cache_clear()
 
 
 @pytest.fixture

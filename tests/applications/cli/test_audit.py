@@ -16,6 +16,8 @@ from tests.applications.cli.conftest import QUICK
 from tests.extras import needs_deepspeed
 from tests.grids import quick
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 
 @pytest.fixture
 def known_secret(monkeypatch):

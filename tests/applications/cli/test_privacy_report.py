@@ -15,6 +15,8 @@ from dpshard.applications.cli.final_report import mechanism_rows
 from dpshard.applications.cli.texts import english
 from tests.applications.cli.conftest import QUICK, no_pictures
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 VOID = {"meta", "br", "img", "link", "use", "path", "rect", "line", "hr"}
 
 

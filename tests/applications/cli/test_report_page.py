@@ -20,6 +20,8 @@ from dpshard.applications.cli import app, pdf, report_page, texts
 from dpshard.errors import ConfigurationError
 from tests.applications.cli.conftest import QUICK, no_pictures
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 CLI = Path(report_page.__file__).parent
 MORE = "--max-batch-size auto --clipping-quantile 0.5".split()
 

@@ -20,6 +20,8 @@ from dpshard.applications.tabular import parse_columns
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError, DpshardError
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 pandas = pytest.importorskip("pandas")
 
 COLUMNS = {"age": [0, 100], "sex": ["f", "m"], "visit": ["2020-01-01", "2020-12-31"], "label": ["no", "yes"]}

@@ -25,6 +25,8 @@ from dpshard.applications.cli import app, tuning
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 
+pytestmark = pytest.mark.usefixtures("coarse_losses")
+
 BASE = {"task": "digits", "steps": 4, "batch_size": 128, "evaluations": 1, "target_epsilon": 3.0, "target_delta": 1e-4}
 OPTIONS = [f"--{name.replace('_', '-')}={value}" for name, value in BASE.items()]
 SEARCH = ["--search", "learning-rate=1e-6,0.5", "--mean-runs", "3"]
