@@ -69,7 +69,7 @@ demo:
 test: venv
 	$(PYTEST) -m "not exhaustive"
 
-# With whole grids, kills and long runs, which CI runs.
+# With larger grids, kills and long runs, which CI runs.
 test-all: venv
 	$(PYTEST)
 

@@ -1,4 +1,8 @@
-"""Grids of cases: `make test` runs a few of them that meet every feature, `make test-all` runs all."""
+"""Grids of cases: `make test` runs a few of them that meet every feature, `make test-all` the others.
+
+Most faults show where two settings meet (Kuhn, Wallace and Gallo 2004, IEEE TSE 30:6), so a grid of three axes or more
+need not be whole.
+"""
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import combinations, product
@@ -32,6 +36,12 @@ def pairwise(*axes: Sequence[Any]) -> list[Any]:
     return _marked(product(*positions), pairs, lambda case: [axis[i] for axis, i in zip(axes, case, strict=True)])
 
 
+def all_pairs(*axes: Iterable[Any]) -> list[Any]:
+    """Cases in which every pair of values of two axes meets; every value is in a case that is not exhaustive."""
+    cases = _few([*product(*axes)], lambda case: set(combinations(enumerate(case), 2)))
+    return covering(cases, lambda *case: set(enumerate(case)))
+
+
 def covering(cases: Iterable[tuple[Any, ...]], features: Callable[..., Iterable[Hashable]]) -> list[Any]:
     """The cases; every one of their features is in a case that is not exhaustive."""
     return _marked(cases, lambda case: set(features(*case)), list)
@@ -42,13 +52,20 @@ def _marked(
     features: Callable[[tuple[Any, ...]], set[Hashable]],
     values: Callable[[tuple[Any, ...]], list[Any]],
 ) -> list[Any]:
-    """Take the case that adds the most features, again and again; mark the others."""
+    """Mark the cases as exhaustive but a few that have all features."""
     cases = list(cases)
+    taken, rest = {id(case) for case in _few(cases, features)}, pytest.mark.exhaustive
+    return [pytest.param(*values(case), marks=() if id(case) in taken else rest) for case in cases]
+
+
+def _few(
+    cases: Sequence[tuple[Any, ...]], features: Callable[[tuple[Any, ...]], set[Hashable]]
+) -> list[tuple[Any, ...]]:
+    """Take the case that adds the most features, again and again until none is missing."""
     of = [features(case) for case in cases]
-    missing, taken = set().union(*of), set()
+    missing, taken = set().union(*of), []
     while missing:
         best = max(range(len(cases)), key=lambda i: (len(of[i] & missing), -i))
-        taken.add(best)
+        taken.append(best)
         missing -= of[best]
-    rest = pytest.mark.exhaustive
-    return [pytest.param(*values(case), marks=() if i in taken else rest) for i, case in enumerate(cases)]
+    return [cases[i] for i in sorted(taken)]

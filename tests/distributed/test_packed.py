@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed.launch import shared
 from tests.extras import needs_deepspeed
+from tests.grids import all_pairs
 from tests.oracle import TOLERANCE
 
 QUICK = (
@@ -18,14 +19,9 @@ HOW = ("compile", "checkpoint", "automatic")
 
 
 def cases(*kinds):
-    """The quick cases of these kinds, and exhaustive ones: pairs of style, mode and how all meet."""
+    """The quick cases of these kinds, and exhaustive ones: pairs of kind, style, mode and how all meet."""
     of = [case for case in QUICK if case.startswith(kinds)]
-    rest = [
-        "+".join((kind, style, MODES[(i + j) % 3], how))
-        for kind in kinds
-        for i, style in enumerate(STYLES)
-        for j, how in enumerate(HOW)
-    ]
+    rest = ["+".join(case.values) for case in all_pairs(kinds, STYLES, MODES, HOW)]
     # Under ZeRO-3 a model is not compiled, and takes no second pass.
     for mode, other in (("ghost", "bk"), ("compile", "workers")):
         rest = [case.replace(mode, other) if case.startswith("zero3") else case for case in rest]

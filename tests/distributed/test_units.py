@@ -4,6 +4,7 @@ import pytest
 
 from tests.distributed.launch import shared, together
 from tests.extras import needs_deepspeed
+from tests.grids import all_pairs
 from tests.oracle import TOLERANCE
 
 QUICK = (
@@ -18,14 +19,9 @@ HOW = ("checkpoint", "automatic", "adaptive")
 
 
 def cases(*kinds):
-    """The quick cases of these kinds, and exhaustive ones: pairs of K, style, mode and how all meet."""
+    """The quick cases of these kinds, and exhaustive ones: pairs of kind, K, style, mode and how all meet."""
     of = [case for case in QUICK if case.startswith(kinds)]
-    rest = [
-        "+".join((kind, str((1, 3, 16)[(i + 2 * j) % 3]), style, MODES[(i + j) % 3], how))
-        for kind in kinds
-        for i, style in enumerate(STYLES)
-        for j, how in enumerate(HOW)
-    ]
+    rest = ["+".join(case.values) for case in all_pairs(kinds, ("1", "3", "16"), STYLES, MODES, HOW)]
     # Under ZeRO-3 a model takes no second pass.
     rest = [case.replace("ghost", "bk") if case.startswith("zero3") else case for case in rest]
     return [

@@ -9,7 +9,7 @@ from dpshard import Packing, QuantileTracking
 from dpshard.clipping.groups import STYLES
 from dpshard.config import CLIPPING_MODES
 from dpshard.losses import chunked_cross_entropy, packed_cross_entropy, sample_losses
-from tests.grids import each
+from tests.grids import all_pairs
 from tests.oracle import TOLERANCE, clipped_mean, gradients_of, noise_free_engine, norm, relative_error
 from tests.packing.models import (
     LENGTHS,
@@ -44,7 +44,7 @@ HOW = {
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-@pytest.mark.parametrize(("how", "mode", "style"), each(HOW, CLIPPING_MODES, STYLES))
+@pytest.mark.parametrize(("how", "mode", "style"), all_pairs(HOW, CLIPPING_MODES, STYLES))
 def test_modes_and_styles(how, mode, style):
     options = HOW[how]
     model, docs = Blocks(checkpoints=how == "checkpointing"), documents()
