@@ -10,10 +10,8 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from dpshard.accounting import composition
-from dpshard.accounting.bounds import bound_of
-from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import app
+from tests.coarse import coarse
 from tests.forks import Command, Forked
 
 QUICK = "--steps 6 --batch-size 64 --noise-multiplier 1 --evaluations 2 --checkpoint-every 2".split()
@@ -68,21 +66,9 @@ def _no_pictures(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def coarse_losses() -> Iterator[None]:
-    """Epsilon by "pld" on a grid ten times coarser: a bound as sound, some percent looser, in less time.
-
-    For tests of commands; those of figures are in tests/accounting and test_account.py.
-    """
-    interval = composition._interval
-
-    def coarse(counts: Counts, delta: float) -> float | None:
-        found = interval(counts, delta)
-        return None if found is None else max(found, 1e-3)
-
-    bound_of.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(composition, "_interval", coarse)
+    """For tests of commands; those of figures are in tests/accounting and test_account.py."""
+    with coarse():
         yield
-    bound_of.cache_clear()
 
 
 @pytest.fixture
