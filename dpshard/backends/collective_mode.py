@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
@@ -31,9 +31,8 @@ class Watch(TorchDispatchMode):
         in_parts = any(issubclass(kind, DTensor) for kind in types)
         leaves = pytree.tree_leaves((args, kwargs)) if self._known is not None else []
         if in_parts:
-            known = self._known is not None and all(
-                x.device_mesh == self._known[1] for x in leaves if isinstance(x, DTensor)
-            )
+            known = all(self._is_known_mesh(x.device_mesh) for x in leaves if isinstance(x, DTensor))
+            known = known and self._known is not None
         else:
             known = any(map(self._is_known_group, leaves)) if "c10d" in func.namespace else False
         if not known:
@@ -41,6 +40,14 @@ class Watch(TorchDispatchMode):
         if in_parts:  # DTensor dispatches its local operators here again
             return NotImplemented
         return func(*args, **(kwargs or {}))
+
+    def _is_known_mesh(self, mesh: DeviceMesh) -> bool:
+        if self._known is None:
+            return False
+        group, parameters_mesh = self._known
+        if parameters_mesh is not None:
+            return mesh == parameters_mesh
+        return mesh.ndim == 1 and get_process_group_ranks(mesh.get_group()) == get_process_group_ranks(group)
 
     def _is_known_group(self, x: Any) -> bool:
         if self._known is None:

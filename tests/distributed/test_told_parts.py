@@ -12,12 +12,13 @@ from tests.distributed.launch import shared
 EXACT = (
     *("tp:alone:all-layer:auto+verified", "tp:ddp:layer-wise:auto", "tp:fsdp2:all-layer:ghost"),
     *("cp:alone:all-layer:ghost", "cp:ddp:block-wise:auto", "cp:fsdp2:all-layer:auto+verified"),
-    *("cp:fsdp2:layer-wise:ghost", "cp:flat:block-wise:auto"),
+    *("cp:fsdp2:layer-wise:ghost", "cp:flat:block-wise:auto", "ring:flat:all-layer:auto+verified"),
 )
 ON_FOUR = (
     *("tp:alone:all-layer:auto", "tp:ddp:all-layer:auto+verified", "tp:fsdp2:layer-wise:auto"),
     *("cp:alone:all-layer:auto+verified", "cp:ddp:layer-wise:auto", "cp:fsdp2:all-layer:ghost"),
-    *("cp:flat:all-layer:auto+verified", "cp:flat:layer-wise:ghost"),
+    *("cp:flat:all-layer:auto+verified", "cp:flat:layer-wise:ghost", "ring:alone:layer-wise:auto+verified"),
+    *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
 )
 REFUSED = {
     "tp:alone:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
@@ -45,7 +46,9 @@ def test_told_parts_change_no_update(world_size: int, case: str) -> None:
 
 
 TOLD = [pytest.param(case, text) for case, text in REFUSED.items()]
-found_refused = shared("told_parts_worker.py", TOLD, lambda case, _: (2, case))
+FOREIGN = "ring:fsdp2:all-layer:auto+foreign", "ConfigurationError: The forward of the model computes on DTensors"
+TOLD.append(pytest.param(*FOREIGN, marks=pytest.mark.exhaustive))
+found_refused = shared("told_parts_worker.py", TOLD, lambda case, _: (4 if "foreign" in case else 2, case))
 
 
 @pytest.mark.parametrize(("case", "text"), TOLD)

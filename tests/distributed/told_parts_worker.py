@@ -3,10 +3,10 @@
 Usage: torchrun --nproc_per_node=W told_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
 
 Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp (parts of the sequence: attention
-gathers keys and values). Wrappers: alone (all ranks hold one model), ddp and fsdp2 (two ranks hold one model), flat (so
-they do, but FSDP2 shards over all ranks). Options:
-verified, untold (nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise
-maps reduces nothing), lied (terms are called whole), digested.
+gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp
+and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, untold
+(nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces
+nothing), lied (terms are called whole), foreign (torch's ring is of other ranks than the engine is told), digested.
 """
 
 import math
@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,9 +30,10 @@ from dpshard import checkpoint as engine_state
 from dpshard.errors import DpshardError
 from tests import seeds
 from tests.distributed.rank import main
+from tests.distributed.ring import ring
 from tests.sums import taken_for_equal
 
-T, D, H = 4, 4, 8
+T, D, H = 8, 4, 8
 SECRET = bytes(range(32))
 SAMPLES, STEPS = 24, 2
 COLUMNS = {"*.up.weight": 0, "*.up.bias": 0, "*.down.weight": 1, "*": "same"}
@@ -93,9 +95,13 @@ class Block(nn.Module):
         self.kind: str = ""
         self.group: Any = None
         self.forgets: bool = False
+        self.causal: bool = False
 
     def forward(self, x: Tensor) -> Tensor:
         q, k = self.q(x), self.k(x)
+        if self.causal:
+            x = x + F.scaled_dot_product_attention(q[:, None], k[:, None], k[:, None], is_causal=True)[:, 0]
+            return x + self.down(torch.tanh(self.up(self.norm(x))))
         if self.kind == "cp":
             k = Gathered.apply(k, self.group)
         x = x + (q @ k.mT).softmax(2) @ k
@@ -132,7 +138,7 @@ def cut(model: Model, kind: str, group: Any, *, forgets: bool) -> None:
 def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str], group: Any = None) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(SAMPLES, T, D, generator=generator, dtype=torch.float64))
-    parts = {"*": "same" if "lied" in options else "sum"} if kind == "cp" else COLUMNS
+    parts = COLUMNS if kind == "tp" else {"*": "same" if "lied" in options else "sum"}
     told = (
         {} if group is None or "untold" in options else {"model_parallel_group": group, "model_parallel_parts": parts}
     )
@@ -155,12 +161,14 @@ def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str],
     )
     engine.load_state_dict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    batches = [[dataset[:4]]] if "own" in options else engine.batches(dataset, 1 if kind == "cp" else 3)
+    batches = [[dataset[:4]]] if "own" in options else engine.batches(dataset, 3 if kind == "tp" else 1)
     for logical_batch in batches:
         for (x,) in logical_batch:
             if kind == "cp" and group is not None:
                 x = x.chunk(group.size(), 1)[dist.get_rank(group)]
-            model(x).square().sum((1, 2)).mean().backward()
+            around = dist.group.WORLD if "foreign" in options else group
+            with ring(around, x) if kind == "ring" and group is not None else nullcontext():
+                model(x).square().sum((1, 2)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics()}
@@ -189,6 +197,8 @@ def compare(case: str) -> dict[str, Any]:
     alone, parted = Model().double(), Model().double()
     parted.load_state_dict(alone.state_dict())
     before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    for block in (*alone.blocks, *parted.blocks):
+        block.causal = kind == "ring"  # pyright: ignore
     world = dist.get_world_size()
     shape = (1, world) if wrapper == "alone" else (world // 2, 2)
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
