@@ -28,6 +28,11 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
 
+def is_compiled(module: nn.Module) -> bool:
+    """Return True if calls of `module` run compiled code."""
+    return module._compiled_call_impl is not None or is_compiled_wrapper(module)
+
+
 def modules_of(model: nn.Module) -> list[tuple[str, nn.Module]]:
     """Return `[*model.named_modules()]`."""
     found: list[tuple[str, nn.Module]] = []

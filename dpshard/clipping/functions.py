@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from dpshard.config import check_positive
@@ -124,11 +126,22 @@ class _Guarded:
         return repr(self.function)
 
 
+_BY_ELEMENT = (AutomaticClipping, AbadiClipping, GlobalClipping)
+"""Functions that take norms of any shape."""
+
 _FUNCTIONS: dict[str, ClippingFunction] = {
     "automatic": AutomaticClipping(),
     "abadi": AbadiClipping(),
     "global": GlobalClipping(),
 }
+
+
+def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[float]) -> Tensor:
+    """Return the factors [M, B] of M groups, each with its threshold."""
+    if isinstance(function, _BY_ELEMENT) and len(set(thresholds)) == 1:
+        return function.factor(norm_MB, thresholds[0])
+    rows = zip(norm_MB.unbind(), thresholds, strict=True)
+    return torch.stack([function.factor(norm_B, threshold) for norm_B, threshold in rows])
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -25,21 +26,9 @@ from dpshard.records import (
     measure,
     pays_to_join,
 )
-from dpshard.records.host import elementwise, total
-from dpshard.rules.call import Build, Source
+from dpshard.records.host import total
+from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Use:
-    """One use of sources by one call; `build` makes records of the tensors that arrive at its slot."""
-
-    sources: tuple[Source, ...]
-    build: Build
-    copies: bool = False
-    """True if the slot's template holds copies of its source, one per sample, not zeros."""
-    termwise: bool = False
-    """True if its records are terms of a sum over ranks; see [Note: Norms of parts]."""
 
 
 @dataclass(frozen=True)
@@ -71,17 +60,16 @@ def _is_same(source: Source, other: Source) -> bool:
 
 
 class GroupTape:
-    """The records of one clipping group for one tape; `loss_scale`: see Tape."""
+    """The records of one clipping group for one tape."""
 
     def __init__(
         self,
         roots: Roots,
         sources: Mapping[str, Source],
         execution: Execution,
-        loss_scale: float,
         offload: Offload | None = None,
     ) -> None:
-        self.roots, self.sources, self.execution, self.loss_scale = roots, sources, execution, loss_scale
+        self.roots, self.sources, self.execution = roots, sources, execution
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
@@ -90,7 +78,7 @@ class GroupTape:
         """Small single records of parameters; measured and summed together at the end."""
         self.sum_weight_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
-        self._expected: dict[str, int] = {}  # uses in forward, by parameter
+        self._expected: Counter[str] = Counter()  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._whole_sq: list[Tensor] = []  # of those with parts on no other rank, if others have parts
@@ -101,9 +89,17 @@ class GroupTape:
 
     # --- uses --------------------------------------------------------------------------------------------------------
 
-    def expect(self, name: str) -> None:
-        """Count a use of a parameter in forward."""
-        self._expected[name] = self._expected.get(name, 0) + 1
+    def expect(self, names: Iterable[str]) -> None:
+        """Count a use of each parameter in forward."""
+        self._expected.update(names)
+
+    def is_only_use(self, name: str) -> bool:
+        """Return True if forward used a parameter once, and no gradient has arrived."""
+        return self._expected[name] == 1 and name not in self._arrived
+
+    def arrive_first(self, name: str) -> None:
+        """Count the gradient of a parameter that had none."""
+        self._arrived[name] = 1
 
     def add(self, name: str, source: Source, record: Record) -> None:
         """Take a record of a parameter."""
@@ -170,8 +166,8 @@ class GroupTape:
         first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
         return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
 
-    def norm_B(self, *, keep: bool) -> Tensor | None:
-        """Measure the rest, and return the norms [B] of the group; None without any gradient."""
+    def norm_sq(self, *, keep: bool) -> Tensor | None:
+        """Measure the rest, and return the squared norms [B] of the group; None without any gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         small, self.small = self.small, {}
@@ -184,7 +180,7 @@ class GroupTape:
         if not self._norm_sq:
             return None
         self._norm_sq = [total(self._norm_sq)]
-        return elementwise(lambda xp, norm_sq_B: xp.sqrt(norm_sq_B) * self.loss_scale, self._norm_sq[0])
+        return self._norm_sq[0]
 
     def _measure_small(self, small: dict[str, Small], *, keep: bool) -> None:
         if not pays_to_join(small):

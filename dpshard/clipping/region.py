@@ -1,40 +1,101 @@
-"""The uses of one compiled region: all its slots come from one node, and their gradients arrive together."""
+"""The uses of one compiled region: all its slots come from one node, and their gradients arrive together.
+
+[Note: Rows of uses]
+Uses that can be recorded together form a row: they share the dummies of their slot, which the region cuts along the
+samples. So its code joins their records, and a region of many equal blocks has as many dummies as one block.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from dpshard.clipping.group_tape import Use
+from dpshard.clipping.stacks import FEWEST, recipe_to_join
+from dpshard.clipping.uses import Use
+from dpshard.rules.call import Recipe, Source
 
 Asked = Sequence[tuple[Use, tuple[Tensor, ...]]]
-"""Uses of a region in order, each with its templates."""
+"""Uses in order, each with its templates."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Uses of a region that share dummies."""
+
+    uses: tuple[Use, ...]
+    templates: tuple[Tensor, ...]
+    """Of all uses, joined along the samples."""
+    dim: int = 0
+    """Dimension of the samples in their tensors, if they are several."""
+
+    def cut(self, x: Tensor | None) -> Sequence[Tensor | None]:
+        """Return the parts of a joined tensor, one a use."""
+        n = len(self.uses)
+        return [x] * n if x is None or n == 1 else x.chunk(n, self.dim)
+
+
+def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
+    """Return the places of uses that can form a row; `roots`: the parameters as sources."""
+    counts = Counter(name for use, _ in asked for source in use.sources for name in source.roots)
+    alike: dict[object, list[int]] = {}
+    for i, (use, templates) in enumerate(asked):
+        recipe = None if use.copies else recipe_to_join(use, templates, roots)
+        if recipe is None or any(counts[source.label] > 1 for source in use.sources):
+            alike[i] = [i]
+        else:
+            alike.setdefault((recipe, *[(x.shape, x.dtype, x.device) for x in templates]), []).append(i)
+    return [row for some in alike.values() for row in ([some] if len(some) >= FEWEST else [[i] for i in some])]
+
+
+def form_rows(asked: Asked, places: Sequence[Sequence[int]]) -> list[Row]:
+    """Return the rows of uses at these places."""
+    rows = []
+    for some in places:
+        use, templates = asked[some[0]]
+        dim = use.build.axis.dim if isinstance(use.build, Recipe) else 0
+        rows.append(Row(tuple([asked[i][0] for i in some]), _joined(templates, dim, len(some)), dim))
+    return rows
+
+
+def _joined(templates: tuple[Tensor, ...], dim: int, n: int) -> tuple[Tensor, ...]:
+    if n == 1:
+        return templates
+    shapes = [(*x.shape[:dim], n * x.shape[dim], *x.shape[dim + 1 :]) for x in templates]
+    return tuple([x.new_zeros(()).expand(shape) for x, shape in zip(templates, shapes, strict=True)])
 
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
     """Facts of the uses of a region that no call changes."""
 
-    uses: tuple[Use, ...]
-    names: tuple[tuple[str, ...], ...]
-    """Root parameters by use."""
+    rows: Sequence[Row]
+    names: dict[int, list[str]]
+    """Root parameters of every use, by group."""
     places: tuple[slice, ...]
-    """Places of each use's gradients among those of the region."""
+    """Places of each row's gradients among those of the region."""
     anchors: list[int]
     """Anchors of all uses, sorted."""
 
-    def fits(self, asked: Asked) -> bool:
-        """Return True if the plan was made for these uses."""
-        return len(asked) == len(self.uses) and all(use is own for (use, _), own in zip(asked, self.uses, strict=True))
+    def fits(self, rows: Sequence[Row]) -> bool:
+        """Return True if the plan was made for these rows."""
+        return len(rows) == len(self.rows) and all(
+            row.uses == own.uses for row, own in zip(rows, self.rows, strict=True)
+        )
 
 
-def plan_region(asked: Asked, anchor_of: dict[str, int]) -> RegionPlan:
-    """Return the plan of these uses; `anchor_of`: the anchor of each parameter."""
-    names = tuple(tuple(name for source in use.sources for name in source.roots) for use, _ in asked)
-    ends = accumulate((len(templates) for _, templates in asked), initial=0)
+def plan_region(rows: Sequence[Row], anchor_of: Mapping[str, int], group_of: Mapping[str, int]) -> RegionPlan:
+    """Return the plan of these rows; `anchor_of`, `group_of`: the anchor and the group of each parameter."""
+    ends = accumulate((len(row.templates) for row in rows), initial=0)
     places = tuple(slice(start, end) for start, end in pairwise(ends))
-    anchors = sorted({anchor_of[name] for some in names for name in some})
-    return RegionPlan(tuple(use for use, _ in asked), names, places, anchors)
+    names: dict[int, list[str]] = {}
+    for row in rows:
+        for use in row.uses:
+            for source in use.sources:
+                for name in source.roots:
+                    names.setdefault(group_of[name], []).append(name)
+    anchors = sorted({anchor_of[name] for some in names.values() for name in some})
+    return RegionPlan(rows, names, places, anchors)

@@ -9,7 +9,6 @@ own anchor, because the second pass has all coefficients.
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum, auto
@@ -20,21 +19,21 @@ from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
+from dpshard.clipping.closing import clip, squared_norms
 from dpshard.clipping.functions import ClippingFunction
-from dpshard.clipping.group_tape import GroupTape, Roots, Use
+from dpshard.clipping.group_tape import GroupTape, Roots
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.owed_backwards import HALFWAY, OwedBackwards
-from dpshard.clipping.region import Asked, RegionPlan, plan_region
+from dpshard.clipping.region import RegionPlan, Row, plan_region
+from dpshard.clipping.stacks import Stack, Stacks, recipe_to_join
+from dpshard.clipping.uses import Use
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
 from dpshard.records import Offload, Owners, PerSampleGrad, Record
-from dpshard.records.host import all_finite, elementwise
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back_per_sample
 
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
-
-_is_there = functools.partial(operator.is_not, None)
 
 Take = Callable[[str], Tensor | None]
 """See ClippedSums.take."""
@@ -79,6 +78,8 @@ class Tape:
         self._epoch = clipper.epoch
         self.groups: dict[int, GroupTape] = {}
         self._closed: set[int] = set()  # closed anchors
+        self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
+        self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
         self._tokens: dict[int, Tensor] = {}
 
     @property
@@ -96,30 +97,34 @@ class Tape:
 
         Templates of integers (token ids) get a float64 slot, which holds them exactly.
         """
-        return self.region([(use, templates)])[0]
+        return self.region([Row((use,), templates)])[0]
 
-    def region(self, asked: Asked) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, from one node; `asked`: uses with templates."""
-        if not asked:
+    def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
+        """Return the slots of the uses of a compiled region, by row, from one node."""
+        if not rows:
             return []
-        plan = self.clipper.plan_of(asked)
+        plan = self.clipper.plan_of(rows)
         for anchor in plan.anchors:
             self._tokens[anchor] = self.clipper.token(anchor)
-        for names in plan.names:
-            if self.clipper.execution.backward_passes == 2:
-                self.kept_outputs.note()
-            for name in names:
-                self._begun_group(name).expect(name)
+        if self.clipper.execution.backward_passes == 2:
+            self.kept_outputs.note()
+        for index, names in plan.names.items():
+            self._begun(index).expect(names)
         arrive = functools.partial(self._region_arrives, self.forwards.use(), plan)
-        templates = [x for _, some in asked for x in some]
+        templates = [x for row in rows for x in row.templates]
         made = Slot.apply(arrive, len(templates), *templates, *[self._tokens[anchor] for anchor in plan.anchors])
         return [made[place] for place in plan.places]
 
     def _region_arrives(self, forward: int, plan: RegionPlan, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a region's slots, those of its last use first."""
-        self._begin_arrival(forward, plan.uses[-1], plan.anchors)
-        for use, place in zip(reversed(plan.uses), reversed(plan.places), strict=True):
-            self.arrive(use, gradients[place])
+        """Take the gradients of a region's slots, those of its last row first."""
+        self._begin_arrival(forward, plan.rows[-1].uses[-1], plan.anchors)
+        for row, place in zip(reversed(plan.rows), reversed(plan.places), strict=True):
+            tensors = gradients[place]
+            there = [x for x in tensors if x is not None]
+            if len(there) == len(tensors) and self._joins_others(row.uses, there):
+                continue
+            for use, *parts in zip(row.uses, *map(row.cut, tensors), strict=True):
+                self.arrive(use, parts)
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
         """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
@@ -131,7 +136,7 @@ class Tape:
             tokens.append(self._tokens[anchor])
         for source in use.sources:
             for name in source.roots:
-                self._begun_group(name).expect(name)
+                self._begun(self.clipper.group_of[name].index).expect((name,))
         forward = self.forwards.use()
         return tokens, functools.partial(self._arrive_from, forward, use, anchors)
 
@@ -173,8 +178,11 @@ class Tape:
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
         """Take the tensors kept for a use, and its gradient, as records."""
-        if all(map(_is_there, tensors)):
-            for source, record in use.build(*tensors):
+        there = [x for x in tensors if x is not None]
+        if len(there) == len(tensors):
+            if self._joins_others((use,), there):
+                return
+            for source, record in use.records(there):
                 owned = record if self.owners is None else self.owners.assign(record)
                 self._add(source, self._summed(use, owned.real()))
         arriving = [name for source in use.sources for name in source.roots]
@@ -187,6 +195,29 @@ class Tape:
                 elif complete:
                     keep = self.current is Pass.BOOK_KEEPING
                     group.measure(name, keep=keep, closing=group.awaits_only(arriving))
+
+    def _joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
+        """Return True if uses wait for ones with equal recipes; see [Note: Uses with equal recipes].
+
+        `tensors`: of one use, or of a row of uses.
+        """
+        clipper = self.clipper
+        if self.owners is not None or self.current is not Pass.BOOK_KEEPING or not clipper.joins_uses:
+            return False
+        recipe = recipe_to_join(uses[0], tensors, clipper.sources, len(uses))
+        if recipe is None:
+            return False
+        names = [source.label for use in uses for source in use.sources]
+        anchors = clipper.anchors_of([source for use in uses for source in use.sources])
+        if len(anchors) > 1 or not all(self._group(name).is_only_use(name) for name in names):
+            return False
+        (anchor,) = anchors
+        if anchor not in self._stacks:
+            self._stacks[anchor] = Stacks(clipper.group_of)
+        self._stacks[anchor].add(uses, recipe, tensors)
+        for name in names:
+            self._group(name).arrive_first(name)
+        return True
 
     def _add(self, source: Source, record: Record) -> None:
         """Add a record of a source as records of its root parameters."""
@@ -205,43 +236,64 @@ class Tape:
     def _group(self, name: str) -> GroupTape:
         return self.groups[self.clipper.group_of[name].index]
 
-    def _begun_group(self, name: str) -> GroupTape:
-        clipper = self.clipper
-        index = clipper.group_of[name].index
+    def _begun(self, index: int) -> GroupTape:
         if index not in self.groups:
-            self.groups[index] = GroupTape(
-                clipper.roots, clipper.sources, clipper.execution, self.loss_scale, clipper.offload
-            )
+            clipper = self.clipper
+            self.groups[index] = GroupTape(clipper.roots, clipper.sources, clipper.execution, clipper.offload)
         return self.groups[index]
 
-    def _clip(self, group: ClippingGroup) -> None:
-        tape = self.groups[group.index]
-        norm_B = tape.norm_B(keep=self.current is Pass.BOOK_KEEPING)
-        if norm_B is None:
+    def _clip(self, indices: Sequence[int], stacks: Sequence[Stack]) -> None:
+        """Fix the clip coefficients of groups, and sum their stacks."""
+        clipper, keep = self.clipper, self.current is Pass.BOOK_KEEPING
+        squares = {m: self.groups[index].norm_sq(keep=keep) for m, index in enumerate(indices)}
+        own = {m: norm_sq_B for m, norm_sq_B in squares.items() if norm_sq_B is not None}
+        place = {index: m for m, index in enumerate(indices)}
+        rows = [[place[index] for index in stack.groups] for stack in stacks]
+        stacked = [*zip(rows, [stack.measured(clipper.execution) for stack in stacks], strict=True)]
+        norm_sq_MB = squared_norms(len(indices), own, stacked)
+        if norm_sq_MB is None:
             return
-        clip_coef_B = self.clipper.function.factor(norm_B, group.threshold)
-        sum_weight_B = elementwise(lambda _, coef_B, scale_B: coef_B * scale_B, clip_coef_B, self.scale_B)
-        # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
-        nonfinite_B = None if all_finite(norm_B) else ~(norm_B < torch.inf)
-        tape.clip(sum_weight_B, nonfinite_B)
-        self.clipper.sink.observe(group, norm_B, self.is_padding_B)
+        thresholds = [clipper.groups[index].threshold for index in indices]
+        scales = {"loss_scale": self.loss_scale, "scale_B": self.scale_B}
+        clipped = clip(norm_sq_MB, thresholds, clipper.function, **scales)
+        for m in own:
+            nonfinite_MB = clipped.nonfinite_MB
+            self.groups[indices[m]].clip(clipped.sum_weight_MB[m], None if nonfinite_MB is None else nonfinite_MB[m])
+        for stack, some in zip(stacks, rows, strict=True):
+            self._sums.update(clipped.sums(stack, some))
+        norms = clipped.norm_MB.unbind()
+        for m in sorted({*own, *(m for some in rows for m in some)}):
+            clipper.sink.observe(clipper.groups[indices[m]], norms[m], self.is_padding_B)
+
+    def _stacks_of(self, anchor: int) -> list[Stack]:
+        """Return the records of the uses that waited for an anchor; a use that met few others goes to its group."""
+        stacks = self._stacks.pop(anchor, None)
+        if stacks is None:
+            return []
+        for use, tensors in stacks.alone():
+            for source, record in use.records(tensors):
+                group = self._group(source.label)
+                group.add(source.label, source, record)
+                group.measure(source.label, keep=True, closing=True)
+        return stacks.made
 
     def between_passes(self) -> None:
         """End the pass for norms and begin the one for sums."""
         for index, group in self.groups.items():
-            self._clip(self.clipper.groups[index])
+            self._clip([index], [])
             group.begin_sums()
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
         """Fix the coefficients, so that `take` works; refuse further records."""
-        if self.current is Pass.BOOK_KEEPING:  # here anchors and groups have the same numbers
-            self._clip(self.clipper.groups[anchor])
+        if self.current is Pass.BOOK_KEEPING:
+            stacks = self._stacks_of(anchor)
+            self._clip([index for index in self.clipper.groups_of(anchor) if index in self.groups], stacks)
         self._closed.add(anchor)
 
     def take(self, name: str) -> Tensor | None:
         """See ClippedSums.take."""
-        return self._group(name).take(name)
+        return self._sums.pop(name) if name in self._sums else self._group(name).take(name)
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,19 +336,26 @@ class Clipper:
         function: ClippingFunction,
         execution: Execution,
         sink: Sink,
+        *,
+        at_once: bool = False,
     ) -> None:
+        """Make the anchors; `at_once`: the records of all groups arrive together, so one anchor closes all."""
         self.roots = roots
         self.groups = groups
         """Groups with the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
         self.anchors = [group.names for group in groups]
-        """Parameters by anchor: a group each in one pass, one parameter each in two."""
+        """Parameters by anchor: a group each in one pass, or all groups `at_once`; one parameter each in two."""
         if execution.backward_passes == 2:
             self.anchors = [(name,) for name in self.group_of]
+        elif at_once:
+            self.anchors = [tuple(self.group_of)]
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
         self.sources = {name: roots.source(name) for name in roots.shapes}
         self.function = function
         self.execution = execution
+        self.joins_uses = roots.parts is None and execution.records_on_device is None
+        """True if small uses may wait for others; see [Note: Uses with equal recipes]."""
         self.sink = sink
         keep = execution.records_on_device
         self.offload = None if keep is None else Offload(keep)
@@ -331,13 +390,18 @@ class Clipper:
         """Return the sorted numbers of the anchors for the roots of `sources`."""
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
-    def plan_of(self, asked: Asked) -> RegionPlan:
+    def groups_of(self, anchor: int) -> list[int]:
+        """Return the numbers of the groups with parameters of an anchor."""
+        return [*dict.fromkeys(self.group_of[name].index for name in self.anchors[anchor])]
+
+    def plan_of(self, rows: Sequence[Row]) -> RegionPlan:
         """Return the plan of a region; regions ask for the same uses in each call."""
-        plan = self._plans.get(asked[0][0])
-        if plan is None or not plan.fits(asked):
-            plan = plan_region(asked, self._anchor_of)
-            if len(asked) > 1:  # a single use may be of one forward only
-                self._plans[asked[0][0]] = plan
+        first = rows[0].uses[0]
+        plan = self._plans.get(first)
+        if plan is None or not plan.fits(rows):
+            plan = plan_region(rows, self._anchor_of, {name: group.index for name, group in self.group_of.items()})
+            if len(rows) > 1:  # a single use may be of one forward only
+                self._plans[first] = plan
         return plan
 
     def token(self, anchor: int) -> Tensor:

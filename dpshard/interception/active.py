@@ -14,7 +14,7 @@ from dpshard.interception.batch_dims import Layout
 from dpshard.interception.call import Refusal
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.packed import TokenGrid
-from dpshard.interception.slots import RecomputeSlots, Slots
+from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
 from dpshard.rules.call import Source
 
 
@@ -25,7 +25,7 @@ class Region:
     tensors: list[Tensor]
     sources: list[Source]
     layout: Layout
-    slots: Slots
+    slots: PreallocatedSlots
     refusal: Refusal
     rows_per_unit: int
     grid: TokenGrid | None
@@ -42,6 +42,7 @@ class Region:
             self.grid,
         )
         self.entered = True
+        self.slots.cut()
         try:
             with mode:
                 return forward(*args, **kwargs)

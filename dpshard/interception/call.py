@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,8 +13,8 @@ from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallLayout
 from dpshard.interception.placed import is_placed, placed_use
 from dpshard.interception.slots import Slots
-from dpshard.records import PerSampleGrad
-from dpshard.rules.call import BatchAxis, Build, Source
+from dpshard.records import PerSampleGrad, Record
+from dpshard.rules.call import BatchAxis, Build, Source, records_of
 from dpshard.rules.routed import at_samples
 from dpshard.rules.torch_functions import Function
 
@@ -68,7 +68,7 @@ class InterceptedCall:
         """See Call."""
         if type(output) is not Tensor and is_placed(output):
             return self._placed_tap(output, keep, sources, build)
-        use = Use(tuple(sources), build if self.samples is None else self._at_samples(build, self.samples))
+        use = Use(tuple(sources), build if self.samples is None else self._at_samples(sources, build, self.samples))
         return self.slots.tap(use, output, keep)
 
     def _placed_tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
@@ -93,10 +93,14 @@ class InterceptedCall:
         (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self.slots.batch_size, *x.shape))
         return copies if self.samples is None else copies[self.samples]
 
-    def _at_samples(self, build: Build, sample_N: Tensor) -> Build:
+    def _at_samples(self, sources: Any, build: Build, sample_N: Tensor) -> Build:
         """Return `build` with records of routed rows assigned to their samples."""
         B = self.slots.batch_size
-        return lambda *tensors: [at_samples(source, record, sample_N, B) for source, record in build(*tensors)]
+
+        def at(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
+            return [at_samples(source, record, sample_N, B) for source, record in records_of(sources, build, tensors)]
+
+        return at
 
     def has_met_no_constants(self) -> bool:
         """Return True if all sources derive from parameters only."""

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpshard.clipping.tape import Use
+from dpshard.clipping.region import Asked, Row, form_rows, rows_of
+from dpshard.clipping.uses import Use
 from dpshard.interception.active import ActiveForward, Region
 from dpshard.interception.batch_dims import Layout
 from dpshard.interception.call import Refusal
@@ -24,13 +25,10 @@ from dpshard.interception.isolation import Isolate, eager
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
-from dpshard.interception.slots import PreallocatedSlots, SlotRecorder
+from dpshard.interception.slots import PreallocatedSlots, SlotRecorder, region_facts
 from dpshard.names import parameters_of
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
-
-Asked = list[tuple[Use, tuple[Tensor, ...]]]
-"""Uses of a region in order, each with its templates."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +38,11 @@ class _Rehearsed:
     """Calls within, with sources by number."""
     outside: Asked
     """Uses with sources by name, for the tape."""
-    labels: list[tuple[str, ...]]
-    """Labels of the sources of each use, by number."""
+    places: list[list[int]]
+    """Places of the uses in rows; see [Note: Rows of uses]."""
+    rows: list[Row]
+    facts: str
+    """See `region_facts`."""
     refusal: Refusal
 
 
@@ -80,10 +81,12 @@ class CompiledRegions:
         if key not in self._rehearsed:
             self._rehearsed[key] = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
         region = self._rehearsed[key]
-        uses = region.outside if mode.slots.compiled else self._with_values(region.outside, mode.slots.batch_size)
-        made = list(zip(region.labels, mode.slots.region(uses), strict=True))
+        rows = region.rows
+        if not mode.slots.compiled and any(use.copies for use, _ in region.outside):
+            rows = form_rows(self._with_values(region.outside, mode.slots.batch_size), region.places)
         known = self._known(region, mode, first)
-        slots = PreallocatedSlots(mode.slots.batch_size, made)
+        made = mode.slots.region(rows)
+        slots = PreallocatedSlots(mode.slots.batch_size, region.facts, made)
         inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit, mode.grid)
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
@@ -102,8 +105,10 @@ class CompiledRegions:
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()
         outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
-        labels = [tuple([source.label for source in use.sources]) for use, _ in recorder.asked]
-        return _Rehearsed(numbering, dict(layout), outside, labels, refusal)
+        places = rows_of(outside, self._parameters.by_name)
+        rows = form_rows(outside, places)
+        facts = region_facts(recorder.asked, places, [row.dim for row in rows])
+        return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
         """Return the sources, by number, that the trace of a region may meet."""
@@ -117,8 +122,6 @@ class CompiledRegions:
         return known
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
-        if not any(use.copies for use, _ in asked):
-            return asked
         values = self._parameters.values()
 
         def templates(use: Use, noted: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallKey, CallLayout, Layout
 from dpshard.records import Record
-from dpshard.rules.call import Source
+from dpshard.rules.call import Recipe, Source
 
 _LABEL = re.compile(r"source#(\d+)")
 
@@ -54,9 +54,10 @@ class Numbering:
         """Return a use of the region with its outside sources."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
-            return [(self.name(source), record) for source, record in use.build(*tensors)]
+            return [(self.name(source), record) for source, record in use.records(tensors)]
 
-        return Use(tuple(map(self.name, use.sources)), build, use.copies)
+        sources = tuple(map(self.name, use.sources))
+        return Use(sources, use.build if isinstance(use.build, Recipe) else build, use.copies)
 
     def name_all(self, labels: str) -> str:
         """Replace numbers in text by outside labels."""

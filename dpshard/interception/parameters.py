@@ -28,7 +28,8 @@ class TrainedParameters:
         """Names of parameters that exist only while a module runs."""
         self.unshards = sharding.unshards
         self.refusal = functools.partial(refusal, model)
-        self._by_name = {source.label: source for source in sources.values()}
+        self.by_name = {source.label: source for source in sources.values()}
+        """The parameters as sources."""
         self._sharding = sharding
         self._active = active
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
@@ -62,7 +63,7 @@ class TrainedParameters:
         """Add the parameters gathered for `module`, at the start of its forward."""
         with Passthrough.set(True):
             for name, parameter in self._sharding.unsharded_parameters(module):
-                source = self.sources[parameter] = self._by_name[name]
+                source = self.sources[parameter] = self.by_name[name]
                 self.temporary.add(name)
                 if self._active.mode is not None:
                     self._active.mode.rebind(parameter, source)

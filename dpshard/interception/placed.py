@@ -26,7 +26,7 @@ from torch import Tensor
 
 from dpshard.clipping.tape import Use
 from dpshard.records import Record
-from dpshard.rules.call import BatchAxis, Build, Source
+from dpshard.rules.call import BatchAxis, Build, Source, records_of
 from dpshard.rules.torch_functions import Function
 
 _PART, _WHOLE, _TERM = "part", "whole", "term"
@@ -84,7 +84,7 @@ def placed_use(
 
     def build_of_parts(*tensors: Any) -> Sequence[tuple[Source, Record]]:
         *own, g = tensors
-        return build(*own, g.redistribute(placements=gradient).to_local())
+        return records_of(sources, build, (*own, g.redistribute(placements=gradient).to_local()))
 
     return Use(tuple(sources), build_of_parts, termwise=found == {_TERM}), kept
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import dummies_like, tap
 from dpshard.clipping.checkpointing import unseen
-from dpshard.clipping.tape import Use
+from dpshard.clipping.region import Asked, Row
+from dpshard.clipping.uses import Use
 from dpshard.errors import REENTRANT, UnsupportedParameterError
 
 
@@ -32,9 +33,9 @@ class Slots(Protocol):
         """See Tape.slot."""
         ...
 
-    def region(self, asked: Sequence[tuple[Use, tuple[Tensor, ...]]]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of all uses of a compiled region, given with their templates."""
-        return [self.slot(use, *templates) for use, templates in asked]
+    def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
+        """Return the slots of the uses of a compiled region, by row."""
+        return [self.slot(row.uses[0], *row.templates) for row in rows]
 
 
 class RecomputeSlots(Slots):
@@ -97,11 +98,19 @@ class PreallocatedSlots(Slots):
     compiled: bool = True
     rehearses: bool = False
 
-    def __init__(self, batch_size: int, made: list[tuple[tuple[str, ...], tuple[Tensor, ...]]]) -> None:
+    def __init__(self, batch_size: int, facts: str, made: list[tuple[Tensor, ...]]) -> None:
         self.batch_size = batch_size
+        self.facts = facts
+        """See `region_facts`."""
         self.made = made
-        """Labels of each use's sources, and its tensors."""
+        """Tensors by row."""
+        self._cut: list[tuple[list[str], Sequence[Tensor]]] | None = None
         self._taken = 0
+
+    def cut(self) -> None:
+        """Cut the tensors of rows into those of uses, where dynamo traces."""
+        if self._cut is None:
+            self._cut = _cut(self.facts, self.made)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; `keep` and its gradient leave the region as the gradients of a slot."""
@@ -109,11 +118,43 @@ class PreallocatedSlots(Slots):
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return the next slot; UnsupportedParameterError if made for another use."""
-        labels, tensors = self.made[self._taken] if self._taken < len(self.made) else ((), ())
+        made = self._cut or []
+        labels, tensors = made[self._taken] if self._taken < len(made) else ([], ())
         self._taken += 1
-        if labels != tuple([source.label for source in use.sources]):
+        if labels != [source.label for source in use.sources]:
             raise UnsupportedParameterError(ANOTHER_COURSE)
-        return tensors
+        return tuple(tensors)
+
+
+_PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
+"""ASCII's separators; labels have commas and slashes."""
+
+
+def region_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
+    """Return what a region knows of its uses, as text: labels of the sources by use; dimension and uses by row.
+
+    Dynamo guards on one string faster than on hundreds of numbers and strings, and computes with it as it traces.
+    """
+    labels = _USES.join(_ITEMS.join(source.label for source in use.sources) for use, _ in asked)
+    places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))
+    return labels + _PARTS + places
+
+
+def _cut(facts: str, made: Sequence[Sequence[Tensor]]) -> list[tuple[list[str], Sequence[Tensor]]]:
+    """Return labels and tensors by use."""
+    if not made:
+        return []
+    labels, places = facts.split(_PARTS)
+    by_use: dict[int, Sequence[Tensor]] = {}
+    for row, tensors in zip(places.split(_USES), made, strict=True):
+        dim, *uses = map(int, row.split(_ITEMS))
+        if len(uses) == 1:
+            by_use[uses[0]] = tensors
+        else:
+            parts = [x.chunk(len(uses), dim) for x in tensors]
+            for i, use in enumerate(uses):
+                by_use[use] = [part[i] for part in parts]
+    return [(some.split(_ITEMS), by_use[i]) for i, some in enumerate(labels.split(_USES))]
 
 
 ANOTHER_COURSE = (

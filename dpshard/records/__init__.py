@@ -1,15 +1,16 @@
 """Records: per-sample facts about the gradient of one parameter after one use of it.
 
 One file per kind of record. `measure.py`: norms of several records. `numerics.py`: dtypes and rounding floors.
-`cost.py`: which way to a norm is cheaper. `bundle.py`: small records, joined. `offload`: records in host memory.
+`cost.py`: which way to a norm is cheaper. `bundle.py`, `stacked.py`: small records, joined. `offload`: records in host
+memory.
 May import `kernels` and below. Not for users. Begin with `record.py`.
 """
 
-from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join
+from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join, small_bytes
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.measure import measure
-from dpshard.records.numerics import WIDE, accum_dtype, as_complex, as_real, checksum, gram, wide
+from dpshard.records.numerics import WIDE, accum_dtype, add_rows, as_complex, as_real, checksum, gram, wide
 from dpshard.records.of_samples import Owners, of_samples
 from dpshard.records.offload import Offload, Waiting
 from dpshard.records.outer_product import OuterProduct
@@ -17,6 +18,7 @@ from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 from dpshard.records.routed_reads import RoutedReads
+from dpshard.records.stacked import Stacked
 from dpshard.records.vocabulary import HeadRecord
 
 __all__ = [
@@ -33,8 +35,10 @@ __all__ = [
     "RoutedProduct",
     "RoutedReads",
     "Small",
+    "Stacked",
     "Waiting",
     "accum_dtype",
+    "add_rows",
     "as_complex",
     "as_real",
     "bundles",
@@ -44,5 +48,6 @@ __all__ = [
     "measure",
     "of_samples",
     "pays_to_join",
+    "small_bytes",
     "wide",
 ]

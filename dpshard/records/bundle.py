@@ -30,7 +30,7 @@ _FEW = 2
 def is_small(record: Record) -> TypeGuard[Small]:
     """Return True if calls for `record` cost more than its arithmetic."""
     if isinstance(record, OuterProduct):
-        return _nbytes(record) <= _small_product(record.rows.device)
+        return _nbytes(record) <= small_bytes(record.rows.device)
     return isinstance(record, PerSampleGrad) and record.is_small
 
 
@@ -97,7 +97,7 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 def _batches(products: Mapping[str, OuterProduct]) -> Iterable[dict[str, OuterProduct]]:
     """Cut products of equal sizes into batches of so few bytes that their copies take little memory."""
     first = next(iter(products.values()))
-    most = _TOGETHER * _small_product(first.rows.device) // max(1, _nbytes(first))
+    most = _TOGETHER * small_bytes(first.rows.device) // max(1, _nbytes(first))
     items = [*products.items()]
     return (dict(items[i : i + most]) for i in range(0, len(items), most))
 
@@ -107,5 +107,6 @@ def _nbytes(product: OuterProduct) -> int:
     return rows.nbytes + cols.nbytes + rows.shape[1] * rows.shape[3] * cols.shape[3] * accum_dtype(rows).itemsize
 
 
-def _small_product(device: torch.device) -> int:
+def small_bytes(device: torch.device) -> int:
+    """Return the size of a small product with its sum on `device`."""
     return _SMALL_PRODUCT.get(device.type, 0)

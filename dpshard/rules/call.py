@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,8 +71,29 @@ class Source:
     """Source with this as one element along dimension 0, and its index: an expert's weight."""
 
 
-Build = Callable[..., Sequence[tuple[Source, Record]]]
+@dataclass(frozen=True, slots=True)
+class Recipe(ABC):
+    """Makes the records of one use; equal recipes do the same.
+
+    So uses with equal recipes can be recorded together, as one use of the samples of all.
+    """
+
+    axis: BatchAxis
+    """Where each tensor carries the samples."""
+    batch_size: int
+
+    @abstractmethod
+    def __call__(self, *tensors: Tensor) -> Sequence[Record]:
+        """Return a record for each source of the use, of the tensors kept in forward and the output gradient (last)."""
+
+
+Build = Recipe | Callable[..., Sequence[tuple[Source, Record]]]
 """From the tensors kept in forward and the output gradient (last) to the records of the sources."""
+
+
+def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
+    """Return the records of a use of `sources`, each with its source."""
+    return [*zip(sources, build(*tensors), strict=True)] if isinstance(build, Recipe) else build(*tensors)
 
 
 class Call(Protocol):

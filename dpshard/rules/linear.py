@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.records import OuterProduct, PerSampleGrad, Record, accum_dtype
-from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
+from dpshard.rules.call import BatchAxis, Call, Recipe, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
@@ -101,22 +102,31 @@ def _record(
 
     `axis`: batch axis of `input` and `output`.
     """
-    B = call.batch_size
     if weight is not None and weight.transpose_of is not None:
         # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
         weight, transposed = weight.transpose_of, not transposed
     # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
     keep = (input.to(output.dtype),) if weight is not None else ()
+    shape = None if weight is None else weight.shape
+    recipe = _Products(axis, call.batch_size, shape, has_bias=bias is not None, transposed=transposed)
+    return call.tap(output, keep, [s for s in (weight, bias) if s is not None], recipe)
 
-    def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
-        g_BTP = axis.split(tensors[-1], B).reshape(B, -1, tensors[-1].shape[-1])
-        records: list[tuple[Source, Record]] = []
-        if weight is not None:
-            a_BTD = axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1]).conj()
-            rows, cols = (a_BTD, g_BTP) if transposed else (g_BTP, a_BTD)
-            records.append((weight, OuterProduct(rows[:, None], cols[:, None], torch.Size(weight.shape))))
-        if bias is not None:
-            records.append((bias, PerSampleGrad(g_BTP.sum(1, dtype=accum_dtype(g_BTP)))))
+
+@dataclass(frozen=True, slots=True)
+class _Products(Recipe):
+    shape: tuple[int, ...] | None
+    """Shape of the weight, or None if it is no source."""
+    has_bias: bool
+    transposed: bool
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Record]:
+        B = self.batch_size
+        g_BTP = self.axis.split(tensors[-1], B).reshape(B, -1, tensors[-1].shape[-1])
+        records: list[Record] = []
+        if self.shape is not None:
+            a_BTD = self.axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1]).conj()
+            rows, cols = (a_BTD, g_BTP) if self.transposed else (g_BTP, a_BTD)
+            records.append(OuterProduct(rows[:, None], cols[:, None], torch.Size(self.shape)))
+        if self.has_bias:
+            records.append(PerSampleGrad(g_BTP.sum(1, dtype=accum_dtype(g_BTP))))
         return records
-
-    return call.tap(output, keep, [s for s in (weight, bias) if s is not None], build)

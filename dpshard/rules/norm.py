@@ -12,7 +12,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.records import PerSampleGrad, Record, wide
-from dpshard.rules.call import Call, Source, batch_axis
+from dpshard.rules.call import Call, Recipe, batch_axis
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -28,6 +28,33 @@ class _Moments:
     """True if it subtracts the mean."""
 
 
+@dataclass(frozen=True, slots=True)
+class _LayerNorm:
+    shape: tuple[int, ...]
+    eps: float
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.layer_norm(x, self.shape, weight, bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _RmsNorm:
+    shape: tuple[int, ...]
+    eps: float | None
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.rms_norm(x, self.shape, weight, self.eps)
+
+
+@dataclass(frozen=True, slots=True)
+class _GroupNorm:
+    groups: int
+    eps: float
+
+    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return F.group_norm(x, self.groups, weight, bias, self.eps)
+
+
 @rule(F.layer_norm, torch.layer_norm)
 def layer_norm(
     call: Call,
@@ -39,9 +66,8 @@ def layer_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Weight and bias have the shape of the trailing dimensions."""
-    shape = list(normalized_shape)
-    moments = _Moments(eps)
-    return _affine(call, input, weight, bias, lambda x, w, b: F.layer_norm(x, shape, w, b, eps), moments, trailing=True)
+    normalize = _LayerNorm(tuple(normalized_shape), eps)
+    return _affine(call, input, weight, bias, normalize, _Moments(eps), trailing=True)
 
 
 @rule(F.rms_norm, torch.rms_norm)
@@ -49,9 +75,8 @@ def rms_norm(
     call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
     """Weight has the shape of the trailing dimensions."""
-    shape = list(normalized_shape)
     moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
-    return _affine(call, input, weight, None, lambda x, w, _: F.rms_norm(x, shape, w, eps), moments, trailing=True)
+    return _affine(call, input, weight, None, _RmsNorm(tuple(normalized_shape), eps), moments, trailing=True)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -65,10 +90,8 @@ def group_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Weight and bias per channel (dimension 1)."""
-    moments = _Moments(eps, num_groups)
-    return _affine(
-        call, input, weight, bias, lambda x, w, b: F.group_norm(x, num_groups, w, b, eps), moments, trailing=False
-    )
+    normalize, moments = _GroupNorm(num_groups, eps), _Moments(eps, num_groups)
+    return _affine(call, input, weight, bias, normalize, moments, trailing=False)
 
 
 @rule(F.instance_norm)
@@ -147,38 +170,52 @@ def _affine(
     """
     output = normalize(input, call.plain(weight), call.plain(bias))
     w, b = call.source(weight), call.source(bias)
-    axis, B, rank = batch_axis(call, input), call.batch_size, input.dim() - 1
+    axis = batch_axis(call, input)
     if axis.dim != 0 and not trailing:
         raise call.refuse("the samples of the micro-batch must lie along dimension 0 of its input")
+    shapes = [None if source is None else source.shape for source in (w, b)]
+    recipe = _Sums(axis, call.batch_size, shapes[0], shapes[1], normalize, moments, input.dim() - 1, trailing)
+    return call.tap(output, (input,) if w is not None else (), [s for s in (w, b) if s is not None], recipe)
 
-    def reduce(x: Tensor, shape: tuple[int, ...]) -> PerSampleGrad:
-        rows = axis.split(wide(x), B)
-        if trailing:
+
+@dataclass(frozen=True, slots=True)
+class _Sums(Recipe):
+    """See `_affine`."""
+
+    weight: tuple[int, ...] | None
+    """Its shape, or None if it is no source."""
+    bias: tuple[int, ...] | None
+    normalize: Normalize
+    moments: _Moments | None
+    rank: int
+    """Dimensions of a sample."""
+    trailing: bool
+
+    def __call__(self, *tensors: Tensor) -> Sequence[Record]:
+        g, moments = wide(tensors[-1]), self.moments
+        if self.weight is not None and moments and native.supports_normalization(g.device, g.dtype):
+            pair = self._natively(wide(tensors[0]), g, self.weight, moments)
+            return pair if self.bias is not None else pair[:1]
+        records: list[Record] = []
+        if self.weight is not None:
+            # In place: on CPUs, page faults of a fresh tensor would cost more than the product.
+            records.append(self._reduced(self.normalize(wide(tensors[0]), None, None).mul_(g), self.weight))
+        if self.bias is not None:
+            records.append(self._reduced(g, self.bias))
+        return records
+
+    def _reduced(self, x: Tensor, shape: tuple[int, ...]) -> PerSampleGrad:
+        B = self.batch_size
+        rows = self.axis.split(wide(x), B)
+        if self.trailing:
             return PerSampleGrad(rows.reshape(B, -1, *shape).sum(1))
-        return PerSampleGrad(rows.movedim(rows.dim() - rank, 1).reshape(B, *shape, -1).sum(2))
+        return PerSampleGrad(rows.movedim(rows.dim() - self.rank, 1).reshape(B, *shape, -1).sum(2))
 
-    def natively(
-        x: Tensor, g: Tensor, shape: tuple[int, ...], moments: _Moments
-    ) -> tuple[PerSampleGrad, PerSampleGrad]:
+    def _natively(self, x: Tensor, g: Tensor, shape: tuple[int, ...], moments: _Moments) -> list[PerSampleGrad]:
+        B, trailing = self.batch_size, self.trailing
         sizes = (B, -1, math.prod(shape)) if trailing else (len(x), *shape, x.shape[2:].numel())
-        x, g = (axis.split(y, B).reshape(sizes) for y in (x, g))
+        x, g = (self.axis.split(y, B).reshape(sizes) for y in (x, g))
         made = native.normalization_gradients(x, g, moments.groups, moments.eps, moments.centered)
         if not trailing:
             made = made.view(2, B, -1, *shape).sum(2)  # over the images of a sample
-        of_weight, of_bias = made.view(2, B, *shape).unbind()
-        return PerSampleGrad(of_weight), PerSampleGrad(of_bias)
-
-    def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
-        g = wide(tensors[-1])
-        if w is not None and moments is not None and native.supports_normalization(g.device, g.dtype):
-            pair = natively(wide(tensors[0]), g, w.shape, moments)
-            return [(source, record) for source, record in zip((w, b), pair, strict=True) if source is not None]
-        records: list[tuple[Source, Record]] = []
-        if w is not None:
-            # In place: on CPUs, page faults of a fresh tensor would cost more than the product.
-            records.append((w, reduce(normalize(wide(tensors[0]), None, None).mul_(g), w.shape)))
-        if b is not None:
-            records.append((b, reduce(g, b.shape)))
-        return records
-
-    return call.tap(output, (input,) if w is not None else (), [s for s in (w, b) if s is not None], build)
+        return [PerSampleGrad(gradient) for gradient in made.view(2, B, *shape).unbind()]

@@ -1,0 +1,88 @@
+"""From squared norms to clip coefficients, for one group or for several that close together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from dpshard.clipping.functions import ClippingFunction, factors
+from dpshard.clipping.stacks import Stack
+from dpshard.records import add_rows
+from dpshard.records.host import all_finite, elementwise, total
+
+_MOST_KEPT = 1024
+"""Size of the cache of `_places`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Clipped:
+    """Norms and coefficients of M groups, by row."""
+
+    norm_MB: Tensor
+    sum_weight_MB: Tensor
+    """Clip coefficients times `Tape.scale_B`: factors of recorded gradients."""
+    nonfinite_MB: Tensor | None
+    """Samples without a finite norm; None if there are none."""
+
+    def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
+        """Return the clipped sums of a stack, each parameter in the group at its place in `rows`."""
+        if len(self.norm_MB) == 1:
+            shape = len(rows), self.norm_MB.shape[1]
+            nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
+            return stack.clipped_sums(self.sum_weight_MB.expand(shape), nonfinite_nB)
+        at = _places(tuple(rows), self.norm_MB)
+        nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB[at]
+        return stack.clipped_sums(self.sum_weight_MB[at], nonfinite_nB)
+
+
+def squared_norms(
+    groups: int, own: Mapping[int, Tensor], stacked: Sequence[tuple[Sequence[int], Tensor]]
+) -> Tensor | None:
+    """Return the squared norms [M, B] of M `groups`, from their `own` [B] and stacks of [n, B] with the groups of each.
+
+    None without any.
+    """
+    if groups == 1:
+        parts = [*own.values(), *(norm_sq_nB.sum(0) for _, norm_sq_nB in stacked)]
+        return total(parts)[None] if parts else None
+    rows = [*own, *(m for some, _ in stacked for m in some)]
+    if not rows:
+        return None
+    parts = [*(norm_sq_B[None] for norm_sq_B in own.values()), *(norm_sq_nB for _, norm_sq_nB in stacked)]
+    widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
+    joined = torch.cat([part.to(widest) for part in parts])
+    return add_rows(joined, _places(tuple(rows), joined), groups)
+
+
+def clip(
+    norm_sq_MB: Tensor,
+    thresholds: Sequence[float],
+    function: ClippingFunction,
+    *,
+    loss_scale: float,
+    scale_B: Tensor | float,
+) -> Clipped:
+    """Return norms and coefficients; `loss_scale`, `scale_B`: see Tape."""
+    norm_MB = elementwise(lambda xp, norm_sq_MB: xp.sqrt(norm_sq_MB) * loss_scale, norm_sq_MB)
+    clip_coef_MB = factors(function, norm_MB, thresholds)
+    sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
+    # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
+    return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else ~(norm_MB < torch.inf))
+
+
+_kept_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not lru_cache: dynamo warns about it
+
+
+def _places(rows: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return `rows` on the device of `like`."""
+    if type(like) is not Tensor:  # a FakeTensor without values must not serve real tensors later, nor the reverse
+        return torch.tensor(rows, device=like.device)
+    key = rows, like.device
+    if key not in _kept_places:  # copying these numbers to an accelerator stalls
+        if len(_kept_places) == _MOST_KEPT:
+            _kept_places.clear()
+        _kept_places[key] = torch.tensor(rows, device=like.device)
+    return _kept_places[key]

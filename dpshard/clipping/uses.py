@@ -1,0 +1,27 @@
+"""A use of parameters in a forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from dpshard.records import Record
+from dpshard.rules.call import Build, Source, records_of
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Use:
+    """One use of sources by one call; `build` makes records of the tensors that arrive at its slot."""
+
+    sources: tuple[Source, ...]
+    build: Build
+    copies: bool = False
+    """True if the slot's template holds copies of its source, one per sample, not zeros."""
+    termwise: bool = False
+    """True if its records are terms of a sum over ranks; see [Note: Norms of parts]."""
+
+    def records(self, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
+        """Return the records of the tensors that arrived, each with its source."""
+        return records_of(self.sources, self.build, tensors)

@@ -1,0 +1,62 @@
+"""The records of several uses with equal sizes, as one record of the samples of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from dpshard.config import NormMethod
+from dpshard.kernels import triton
+from dpshard.records.bundle import Small
+from dpshard.records.measure import measure
+from dpshard.records.numerics import flat, wide
+from dpshard.records.outer_product import OuterProduct
+from dpshard.records.per_sample import PerSampleGrad
+
+
+@dataclass(frozen=True, slots=True)
+class Stacked:
+    """Records of n uses with B samples each, as one of n * B samples, use by use."""
+
+    record: Small
+    uses: int
+
+    def measured(self, method: NormMethod, *, keep: bool) -> tuple[Tensor, Stacked]:
+        """Return squared norms [n, B], and records of the same sums; see `measure`."""
+        norm_sq, (kept,) = measure([self.record], method, keep=keep, closing=True)
+        assert isinstance(kept, PerSampleGrad | OuterProduct)
+        return norm_sq.view(self.uses, -1), replace(self, record=kept)
+
+    def clipped_sums(self, sum_weight_nB: Tensor) -> Sequence[Tensor]:
+        """sum_i sum_weight_i * gradient_i of every use, n tensors of their own memory."""
+        record, n = self.record, self.uses
+        if isinstance(record, PerSampleGrad):
+            rows_nBE, shape = flat(record.gradient).view(n, sum_weight_nB.shape[1], -1), record.gradient.shape[1:]
+            sums = torch.bmm(sum_weight_nB.to(rows_nBE.dtype)[:, None], rows_nBE)
+        elif triton.supports_product(record.rows, record.cols):
+            parts = zip(record.rows.chunk(n), record.cols.chunk(n), sum_weight_nB.unbind(), strict=True)
+            return [OuterProduct(rows, cols, record.shape).clipped_sum(weight_B) for rows, cols, weight_B in parts]
+        else:
+            sums, shape = self._products(record, sum_weight_nB), record.shape
+        # Not views: each becomes a gradient of its own.
+        return torch.unbind_copy(sums.view(n, *shape))  # type: ignore[return-value]
+
+    def _products(self, record: OuterProduct, sum_weight_nB: Tensor) -> Tensor:
+        rows, cols = wide(record.rows), wide(record.cols)
+        weight = sum_weight_nB.reshape(-1, 1, 1, 1).to(rows.dtype)
+        # Scale the smaller side.
+        if rows.numel() <= cols.numel():
+            rows = rows * weight
+        else:
+            cols = cols * weight
+        rows, cols = (
+            x.unflatten(0, sum_weight_nB.shape).transpose(1, 2).flatten(2, 3).flatten(0, 1) for x in (rows, cols)
+        )
+        return torch.bmm(rows.mT, cols)
+
+    def without(self, nonfinite_nB: Tensor) -> Stacked:
+        """Return a copy with exact zeros for `nonfinite_nB` (bool [n, B])."""
+        return replace(self, record=self.record.without(nonfinite_nB.flatten()))
