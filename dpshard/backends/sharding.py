@@ -18,7 +18,7 @@ from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts, Place
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
-from dpshard.names import WRAPPERS, canonical_name, modules_of, parameters_of
+from dpshard.names import WRAPPERS, canonical_name, is_compiled, modules_of, parameters_of
 from dpshard.records import WIDE
 
 if TYPE_CHECKING:
@@ -88,6 +88,11 @@ class Sharding(ABC):
     def device(self) -> torch.device:
         """Device of the first trainable parameter, else the CPU."""
         return next((p.device for p in self.parameters.values()), torch.device("cpu"))
+
+    @property
+    def is_one_call(self) -> bool:
+        """True if one call of compiled code computes the whole forward, so all records arrive at once."""
+        return is_compiled(self.outermost) and not any(map(self.unshards, self.core.modules()))
 
     @property
     def elements(self) -> int:

@@ -20,7 +20,6 @@ from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
 from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
 from dpshard.interception import Copies, Doubt, Doubts, OwnLoopRows, RowIdentity
-from dpshard.names import is_compiled
 from dpshard.noise.keyed import SumShard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
@@ -81,9 +80,7 @@ class Collector:
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
         roots = Roots(sharding.shapes_in_forward, sharding.anchored, sharding.values, sharding.parts)
-        # One compiled call brings all records at once, in any style.
-        at_once = is_compiled(sharding.outermost) and not any(map(sharding.unshards, sharding.core.modules()))
-        self.clipper = Clipper(roots, groups, function, execution, self, at_once=at_once)
+        self.clipper = Clipper(roots, groups, function, execution, self, at_once=sharding.is_one_call)
         self._backend = backend
         self._device = backend.sharding.device
         self._mean, self._rows_per_unit, self._fed = mean, rows_per_unit, fed
