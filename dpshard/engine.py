@@ -156,15 +156,15 @@ class PrivacyEngine:
         plan = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps, sampling=sampling)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
-        given: Any = {"sampling": sampling, "noise_correlation": noise_correlation, "earlier": earlier}
-        given |= {"accountant": accountant, "target_delta": target_delta, "target_epsilon": target_epsilon}
-        given["secure"], given["loss_reduction"], given["rows_per_unit"] = secure_mode, loss_reduction, rows_per_unit
+        asked = partial(Mechanism, sampling=sampling, noise_correlation=noise_correlation, earlier=earlier)
+        asked = partial(asked, accountant=accountant, target_delta=target_delta, target_epsilon=target_epsilon)
+        asked = partial(asked, secure=secure_mode, loss_reduction=loss_reduction, rows_per_unit=rows_per_unit)
         self._backend = backend = choose(model, model_parallel_group, model_parallel_parts)
         with ExitStack() as undo:
             undo.callback(backend.detach)
             backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
             groups = partition(backend.sharding.core, clipping_style, list(backend.sharding.parameters), max_grad_norm)
-            mechanism = Mechanism(
+            mechanism = asked(
                 schedule=plan,
                 sample_size=sample_size,
                 max_batch_size=parse_cap(max_batch_size, plan),
@@ -174,7 +174,6 @@ class PrivacyEngine:
                 clipping_fn=repr(function),
                 clipping_groups=tuple(group.names for group in groups),
                 adaptive_clipping=None if adaptive_clipping is None else repr(adaptive_clipping),
-                **given,
             )
             self.mechanism = with_noise(mechanism, noise_multiplier)
             self._begin(verify=verify, clipping_mode=clipping_mode, allow_overspend=on_budget == "continue")
@@ -208,8 +207,9 @@ class PrivacyEngine:
     ) -> None:
         """Make the collector; attach thresholds, verification, interception and the optimizer hook to it."""
         mean, K = self.mechanism.loss_reduction == "mean", self.mechanism.rows_per_unit
-        told = {"mean": mean, "rows_per_unit": K, "fed": self._order.fed}
-        collector = Collector(self._backend, groups, function, execution, **told)
+        collector = Collector(
+            self._backend, groups, function, execution, mean=mean, rows_per_unit=K, fed=self._order.fed
+        )
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
@@ -220,8 +220,10 @@ class PrivacyEngine:
             sharding, self._backend.data_ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean
         )
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
-        told = {"verified": self._verify, "alone": ranks.world_size == 1}
-        self._interception = Interception(self.model, sources, collector, sharding, self._before_forward, K, **told)
+        alone, before = ranks.world_size == 1, self._before_forward
+        self._interception = Interception(
+            self.model, sources, collector, sharding, before, K, verified=self._verify, alone=alone
+        )
         undo.callback(self._interception.patcher.uninstall)
         self._interception.install()
         optimizer_hook.register(self)
