@@ -26,11 +26,16 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
     order.
     """
-    device = next(iter(tensors.values())).device
-    natively = {name: as_real(x) for name, x in tensors.items() if native.supports_sums(x)}
-    names, found = list(natively), [native.checksums(list(natively.values()))] if natively else []
     # Which tensor is taken how depends on itself alone, as its checksum must.
-    rest = tensors if not natively else {name: x for name, x in tensors.items() if name not in natively}
+    values = list(tensors.values())
+    quick = tensors if native.supports_sums(values) else {n: x for n, x in tensors.items() if native.supports_sums([x])}
+    names, found = list(quick), []
+    if quick:
+        found = [native.checksums([as_real(x) if x.is_complex() else x for x in quick.values()])]
+        if quick is tensors:
+            return names, found[0]
+    device = values[0].device
+    rest = {name: x for name, x in tensors.items() if name not in quick}
     for batch in _batches(rest):
         parts = [as_real(tensors[name].detach()) for name in batch]
         names += batch

@@ -64,7 +64,7 @@ class DotGradStore:
         """Sums of this rank's samples only; a Reduction reduces them later."""
         self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
         self._totals: dict[str, tuple[Tensor, SumShard]] = {}  # what was digested, until it is released
-        self._places: dict[str, tuple[torch.Size, torch.dtype, Sequence[int]]] = {}
+        self._places: dict[str, tuple[torch.Size, Place]] = {}
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -170,7 +170,7 @@ class DotGradStore:
     def shards(self) -> list[SumShard]:
         """See GradientStore."""
         with torch.no_grad():
-            self._totals = dict(self._find_totals())
+            self._totals = self._find_totals()
         return [shard for _, shard in self._totals.values()]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
@@ -196,13 +196,14 @@ class DotGradStore:
         cut, same = parts.divide(shards)
         return parts.over_ranks(release_(cut).square().to(parts.device)) + release_(same).square().to(parts.device)
 
-    def _find_totals(self) -> Iterator[tuple[str, tuple[Tensor, SumShard]]]:
-        """Yield this rank's part of the sums, in float32 or wider, and as a shard; zeros where no gradient arrived.
+    def _find_totals(self) -> dict[str, tuple[Tensor, SumShard]]:
+        """Return this rank's part of the sums, in float32 or wider, and as shards; zeros where no gradient arrived.
 
         Shards of complex sums are real pairs: both parts get independent noise. Omits a parameter that was frozen
         meanwhile and has no gradient, because its optimizer would move it.
         """
         local, wide_sums, unreduced = self._sharding.local, self.wide_sums, self.unreduced
+        found: dict[str, tuple[Tensor, SumShard]] = {}
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
             total = None if gradient is None else local(gradient)
@@ -213,16 +214,17 @@ class DotGradStore:
                     continue
                 shard = local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
-            total = wide(total)
-            yield name, (total, SumShard(name, as_real(total), *self._place(name, parameter.shape, total.dtype)))
-
-    def _place(self, name: str, shape: torch.Size, dtype: torch.dtype) -> Sequence[int]:
-        """Return the place of a shard in the flattened parameter, in real numbers."""
-        kept = self._places.get(name)
-        if kept is None or kept[:2] != (shape, dtype):
-            place = tuple(n * (2 if dtype.is_complex else 1) for n in self._sharding.place(name))
-            kept = self._places[name] = shape, dtype, place
-        return kept[2]
+            total, shape = wide(total), parameter.shape
+            # The place of a shard is found again only for another shape.
+            kept = self._places.get(name)
+            if kept is None or kept[0] != shape:
+                kept = self._places[name] = shape, self._sharding.place(name)
+            place = kept[1]
+            if total.is_complex():
+                found[name] = total, SumShard(name, as_real(total), *(2 * n for n in place))
+            else:
+                found[name] = total, SumShard(name, total, *place)
+        return found
 
     def install(self, held: set[Tensor]) -> None:
         """Do nothing: optimizers read `.grad`."""

@@ -159,7 +159,9 @@ class Guard:
         """
         for name in names:
             self.refuse_hooks(name)
-        self._refuse(next((name for name in names if not self.is_untouched(name)), None))
+        for name in names:
+            if not self.is_untouched(name):
+                self._refuse(name)
         if self._at_once:
             self.compare_bits()
 

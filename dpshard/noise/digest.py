@@ -33,7 +33,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.kernels.native.digest import WIDTH
-from dpshard.noise.keyed import SumShard
+from dpshard.noise.keyed import SumShard, check_shards
 from dpshard.noise.pieces import dense
 from dpshard.randomness import RandomSource, derive_key
 
@@ -62,8 +62,7 @@ class SumDigest:
 
         Raises ConfigurationError for a shard that cannot get noise.
         """
-        for shard in shards:
-            shard.check()
+        check_shards(shards)
         total = self._of_whole([shard for shard in shards if not shard.run])
         for shard in shards:
             for piece in shard.contiguous() if shard.run and shard.local.numel() else ():
@@ -76,9 +75,10 @@ class SumDigest:
         rest: dict[torch.device, list[_Stretch]] = {}
         natively: list[tuple[Tensor, int, native.Weights]] = []
         for name, local, start, *_ in shards:
-            n, device, words = local.numel(), local.device, local.itemsize // 4
+            n, device = local.numel(), local.device
             if not n:
                 continue
+            words = local.itemsize // 4
             x, start = dense(local), start * words
             if device not in found:
                 found[device] = torch.zeros(LANES, dtype=torch.int64, device=device)

@@ -126,25 +126,24 @@ class SumShard(NamedTuple):
         ]
         self.local.detach().copy_(torch.cat(rows).view(self.local.shape))
 
-    def check(self) -> None:
-        """Raise ConfigurationError if the shard cannot get noise."""
-        if self.local.dtype not in _NUMPY_DTYPE:
+
+def check_shards(shards: Iterable[SumShard]) -> None:
+    """Raise ConfigurationError if a shard cannot get noise."""
+    for name, local, start, run, stride in shards:
+        if local.dtype not in _NUMPY_DTYPE:
             raise ConfigurationError(
-                f"{self.name}: noise for a tensor of {self.local.dtype} would lose its low bits, and with them the "
-                f"guarantee. Accumulate the clipped sum in float32 and add the noise there."
+                f"{name}: noise for a tensor of {local.dtype} would lose its low bits, and with them the guarantee. "
+                f"Accumulate the clipped sum in float32 and add the noise there."
             )
-        if type(self.local) is not Tensor and hasattr(self.local, "to_local"):
+        if type(local) is not Tensor and hasattr(local, "to_local"):
             raise ConfigurationError(
-                f"{self.name}: noise is added to the local shard: pass target.to_local(), and its start."
+                f"{name}: noise is added to the local shard: pass target.to_local(), and its start."
             )
-        if self.start < 0:
+        if start < 0:
+            raise ConfigurationError(f"{name}: start={start} must be at least 0: it is the first element of the shard.")
+        if run and (local.numel() % run or stride < run):
             raise ConfigurationError(
-                f"{self.name}: start={self.start} must be at least 0: it is the first element of the shard."
-            )
-        if self.run and (self.local.numel() % self.run or self.stride < self.run):
-            raise ConfigurationError(
-                f"{self.name}: runs of {self.run} elements every {self.stride} must fill its {self.local.numel()} "
-                f"elements without overlap."
+                f"{name}: runs of {run} elements every {stride} must fill its {local.numel()} elements without overlap."
             )
 
 
@@ -166,8 +165,7 @@ class KeyedGaussian:
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
-        for shard in shards:
-            shard.check()
+        check_shards(shards)
         return self._release_(shards, step, std, divisor)
 
     def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
@@ -418,7 +416,7 @@ def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
 
 def _norm_sq(parts: Sequence[Tensor]) -> Tensor:
     """Return the squared norm of contiguous tensors, float64 [], on the device of the first."""
-    if all(map(native.supports_sums, parts)):
+    if native.supports_sums(parts):
         return native.norms_sq(parts).sum()
     return _square_of(torch._foreach_norm([part.detach() for part in parts]))
 

@@ -14,8 +14,8 @@ from torch import Tensor
 from dpshard.kernels import native
 from dpshard.randomness import UNIT, derive_key, first_bytes
 
-_TOGETHER = 2**22
-"""Bytes of random streams per batch of short pieces."""
+_TOGETHER = 2**20
+"""Bytes of random streams per batch of short pieces: more do not fit the cache, fewer are mostly overhead."""
 
 
 class Block(NamedTuple):

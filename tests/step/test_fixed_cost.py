@@ -98,6 +98,17 @@ def private(model, style):
     return operators, before
 
 
+def python_calls(function):
+    """Return the number of Python functions that `function` calls."""
+    calls = Counter()
+    sys.setprofile(lambda frame, event, argument: calls.update([event]))
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return calls["call"]
+
+
 def a_block(count):
     """Return the operators that a block adds to its equals, by place."""
     shallow, deep = count(4), count(5)
@@ -117,6 +128,24 @@ def test_a_block_takes_few_more_operators_than_without_privacy(style, most):
 def test_a_step_has_few_operators_that_no_block_adds():
     plain, clipped = ordinary(1).total(), private(gpt(1), "all-layer")[0].total()
     assert clipped - 104 / 84 * plain <= 181
+
+
+@pytest.mark.skipif(not native.is_built(), reason="numpy and torch take more calls for what compiled code does")
+def test_the_release_takes_few_python_calls_for_a_parameter():
+    def calls(depth):
+        model = gpt(depth)
+        options = {"verify": False, "accountant": "rdp", "target_delta": 1e-5, "noise_multiplier": 1.0}
+        engine = PrivacyEngine(model, batch_size=B, sample_size=B, steps=4, **options)
+        for batch in engine.batches(torch.utils.data.TensorDataset(torch.arange(B)), B):
+            backwards(model, batch)
+            found = python_calls(engine.privatize)
+            model.zero_grad()
+            if engine.step == 3:
+                break
+        return found, len(list(model.parameters()))
+
+    (few, of_few), (many, of_many) = calls(1), calls(3)
+    assert (many - few) / (of_many - of_few) <= 18
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 import torch
@@ -12,10 +12,12 @@ from torch.nn import Parameter
 from dpshard.kernels.native.library import Library, Table, library_of_tables, table, team
 
 
-def supports_sums(x: Tensor) -> bool:
-    """Return True if compiled code supports `x`: contiguous, on the CPU, and not fake."""
-    kind = type(x)
-    return (kind is Tensor or kind is Parameter) and x.is_cpu and x.is_contiguous() and library_of_tables() is not None
+def supports_sums(tensors: Iterable[Tensor]) -> bool:
+    """Return True if compiled code supports `tensors`: contiguous ones on the CPU, and not fake."""
+    for x in tensors:
+        if type(x) not in (Tensor, Parameter) or not (x.is_cpu and x.is_contiguous()):
+            return False
+    return library_of_tables() is not None
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:

@@ -40,9 +40,9 @@ def test_threads_change_no_bit(set_threads):
 
 
 def test_other_dtypes_and_layouts_are_refused():
-    assert native.supports_sums(torch.zeros(3))
-    assert not native.supports_sums(torch.zeros(3, 3).t())
-    assert not native.supports_sums(torch.zeros(3, device="meta"))
+    assert native.supports_sums([torch.zeros(3), torch.zeros(())])
+    assert not native.supports_sums([torch.zeros(3), torch.zeros(3, 3).t()])
+    assert not native.supports_sums([torch.zeros(3, device="meta")])
     with pytest.raises(ValueError, match="float32 and float64"):
         native.norms_sq([torch.zeros(3, dtype=torch.int32)])
     with pytest.raises(ValueError, match="single bytes"):
