@@ -48,7 +48,7 @@ def rdp(request, monkeypatch):
 @pytest.mark.parametrize("kind", [PrivateClassifier, PrivateRegressor])
 def test_they_meet_the_conventions_of_estimators(kind):
     more = {} if kind is PrivateClassifier else {"target_bounds": (-300, 300)}
-    estimator = kind(**QUICK, **more, model="linear", random_state=0)
+    estimator = kind(**QUICK | {"steps": 6}, **more, model="linear", random_state=0)
     found = check_estimator(estimator, expected_failed_checks=UNMET, on_skip=None, on_fail=None)
     failed = {check["check_name"] for check in found if check["status"] == "failed"}
     assert not failed, failed

@@ -13,13 +13,15 @@ from tests.grids import quick
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize(
-    "name", quick("test_gaussian.py", "test_trial.py", rest=["test_products.py", "test_training.py"])
-)
+WHOLE = ["test_products.py", "test_training.py", "test_trial.py -k fp16"]
+
+
+@pytest.mark.parametrize("tests", quick("test_gaussian.py", "test_trial.py -k not(fp16)", rest=WHOLE))
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install dpshard[triton]")
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
-def test_the_kernels_in_tritons_interpreter(name):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / name]
+def test_the_kernels_in_tritons_interpreter(tests):
+    name, *chosen = tests.split()
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / name, *chosen]
     environment = {**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment.pop("DPSHARD_TRITON", None)
     done = subprocess.run(command, env=environment, cwd=HERE.parents[2], capture_output=True, text=True, check=False)

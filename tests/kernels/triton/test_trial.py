@@ -11,7 +11,7 @@ from tests.kernels.triton.support import DEVICE, skip_without_kernels
 skip_without_kernels()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_sound_kernels_pass(dtype):
     assert trial.wrong_product(DEVICE, dtype) is None
 
