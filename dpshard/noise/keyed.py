@@ -203,6 +203,8 @@ class KeyedGaussian:
         norm_sq = _norm_sq([block.part for block in blocks])
         if std > 0:
             self._release_blocks_(blocks, step, std, divisor)
+            # Compiled code and numpy write where torch does not see it.
+            torch.autograd.graph.increment_version([x for _, x in pairs])
         else:
             torch._foreach_div_([x.detach() for _, x in pairs], divisor)
         return norm_sq

@@ -120,6 +120,16 @@ def test_a_replayed_step_has_the_same_noise():
     assert torch.equal(KeyedGaussian(SECRET).sample(5, "w", 0, 1000), first)
 
 
+@both_sources
+def test_torch_knows_that_a_sum_has_changed(secure):
+    """Autograd must not differentiate with a sum that it saved before the noise."""
+    for n in (5, 40_000):
+        target = torch.zeros(n)
+        before = target._version
+        KeyedGaussian(SECRET, secure=secure).add_(target, step=0, name="w", std=1.0)
+        assert target._version > before
+
+
 def test_user_seeds_do_not_matter():
     torch.manual_seed(0)
     state, one = torch.get_rng_state(), GAUSSIAN.sample(0, "w", 0, 100)

@@ -136,6 +136,7 @@ def test_the_release_takes_few_python_calls_for_a_parameter():
         model = gpt(depth)
         options = {"verify": False, "accountant": "rdp", "target_delta": 1e-5, "noise_multiplier": 1.0}
         engine = PrivacyEngine(model, batch_size=B, sample_size=B, steps=4, **options)
+        found = 0
         for batch in engine.batches(torch.utils.data.TensorDataset(torch.arange(B)), B):
             backwards(model, batch)
             found = python_calls(engine.privatize)
