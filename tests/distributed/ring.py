@@ -43,13 +43,15 @@ def _placed(x: Tensor, mesh: DeviceMesh) -> DTensor:
     return DTensor.from_local(x, mesh, [Shard(_SEQUENCE)], run_check=False)
 
 
+HANDLERS: Any = {_FORWARD: _forward, _BACKWARD: _backward}
+
+
 @contextmanager
 def ring(group: Any, x: Tensor) -> Iterator[None]:
     """Cut `x` [B, T, ...] over `group`, balanced for causal attention, in a block with torch's ring attention."""
     mesh = DeviceMesh.from_group(group, "cpu")
-    handlers = {**torch_cp.custom_ops, _FORWARD: _forward, _BACKWARD: _backward}
     with (
-        mock.patch.object(torch_cp, "custom_ops", handlers),
+        mock.patch.object(torch_cp, "custom_ops", torch_cp.custom_ops | HANDLERS),
         mock.patch.object(torch_cp._cp_options, "convert_to_f32", False),
         context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
     ):

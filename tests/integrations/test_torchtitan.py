@@ -35,6 +35,8 @@ MORE: dict[str, dict[str, Any]] = {
     "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
+    "context": {"cp": 2, "style": "block-wise", "precision": "float64"},
+    "context, checkpointed": {"cp": 4, "checkpointing": "full", "precision": "float64"},
     "tensor": {"tp": 2},
     "tensor, tied": {"tp": 2, "tied": True},
     "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
@@ -42,7 +44,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 }
 
 
-ROUNDING = {"float32": 1e-5, "bfloat16": 2**-8}
+ROUNDING = {"float32": 1e-5, "bfloat16": 2**-8, "float64": 1e-12}
 
 
 def _set(path: str, value: Any) -> Any:
@@ -117,13 +119,30 @@ def _other_in_parts(config: Any) -> None:
     config.parallelism.tensor_parallel_degree = 2
 
 
+def _copied_in_context(config: Any) -> None:
+    config.parallelism.context_parallel_degree = config.parallelism.data_parallel_replicate_degree = 2
+
+
+def _masked_in_context(config: Any) -> None:
+    from torchtitan.models.common.attention import FlexAttention
+
+    config.parallelism.context_parallel_degree = 2
+    config.model_spec.model.layers[0].attention.inner_attention = FlexAttention.Config()
+
+
+def _compiled_in_context(config: Any) -> None:
+    config.compile.enable, config.parallelism.context_parallel_degree = True, 2
+
+
 def _compiled_in_parts(config: Any) -> None:
     config.compile.enable, config.parallelism.tensor_parallel_degree = True, 2
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "pipeline": (_set("parallelism.pipeline_parallel_degree", 2), "pipeline_parallel_degree"),
-    "context": (_set("parallelism.context_parallel_degree", 2), "context_parallel_degree"),
+    "context and copies": (_copied_in_context, "context_parallel_degree > 1 does not go with"),
+    "context of masks": (_masked_in_context, "context_parallel_degree > 1 needs the attention"),
+    "compiled context": (_compiled_in_context, "context_parallel_degree > 1 is verified for Llama 3 without"),
     "expert": (_set("parallelism.expert_parallel_degree", 2), "expert_parallel_degree"),
     "spmd types": (_set("parallelism.spmd_backend", "spmd_types"), "spmd_backend='spmd_types'"),
     "symmetric memory": (_set("parallelism.enable_fsdp_symm_mem", True), "enable_fsdp_symm_mem"),
@@ -176,7 +195,7 @@ def test_further_updates_are_those_of_single_documents(case: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_the_update_on_four_ranks_is_that_of_single_documents(case: str) -> None:
-    check(found(4, *ON_FOUR)[case])
+    check(found(4, *ON_FOUR)[case], ON_FOUR[case].get("precision", "float32"))
 
 
 def check(ranks: list[Any], precision: str = "float32") -> None:

@@ -4,6 +4,8 @@ torchtitan knows no CPUs, and its 0.3.0 is made for a newer torch. What is chang
 
 - torchtitan.tools.utils finds the device "cpu", with a module of constants for its memory.
 - torch.distributed.set_timeout, which torch 2.13 lacks, does nothing.
+- Ring attention runs by the operator of CPUs (tests/distributed/ring.py), and adds up in the precision of its inputs.
+- float64 is a precision.
 - FlexAttention runs uncompiled, and on tensors that need gradients, which torch refuses on CPUs.
 - Rank 0 does not wait two seconds for the others at the end of a run.
 """
@@ -20,6 +22,9 @@ import torch._utils
 import torch.distributed
 import torch.nn.attention.flex_attention as flex
 from datasets import Dataset
+from torch.distributed.tensor.experimental._context_parallel import _attention as torch_cp
+
+from tests.distributed.ring import HANDLERS
 
 BESIDE = Path(sys.prefix) / "torchtitan"
 WORDS = "we train a model of the words that people write and no one of them shall be told from what it says".split()
@@ -50,11 +55,15 @@ def _on_this_machine() -> None:
         torch.distributed.set_timeout = lambda timeout, group: None  # type: ignore[attr-defined]
     flex._validate_device = lambda *_: None
     from torchtitan import trainer
+    from torchtitan.config import TORCH_DTYPE_MAP
     from torchtitan.models.common import decoder
     from torchtitan.models.common.attention import FlexAttention
 
     FlexAttention._compiled_flex_attn = staticmethod(flex.flex_attention)
     decoder.create_attention_mask = flex.create_block_mask
+    torch_cp.custom_ops.update(HANDLERS)
+    torch_cp._cp_options.convert_to_f32 = False
+    TORCH_DTYPE_MAP["float64"] = torch.float64
     clock = {name: getattr(time, name) for name in dir(time) if not name.startswith("_")}
     trainer.time = types.SimpleNamespace(**clock | {"sleep": lambda seconds: None})
 

@@ -29,8 +29,11 @@ def configured(folder: Path, **options: Any) -> Any:
         mixture(config, wide=options["experts"] == "wide")
     parallel = config.parallelism
     parallel.tensor_parallel_degree = options.get("tp", 1)
+    parallel.context_parallel_degree = options.get("cp", 1)
     parallel.data_parallel_replicate_degree = options.get("copies", 1)
-    config.training.mixed_precision_param = options.get("precision", "float32")
+    precision = config.training.mixed_precision_param = options.get("precision", "float32")
+    if precision == "float64":
+        config.training.dtype = config.training.mixed_precision_reduce = precision
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
     config.privacy.max_grad_norm = options.get("bound", 3.0)
     config.privacy.clipping_style = options.get("style", "all-layer")

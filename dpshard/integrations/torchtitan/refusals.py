@@ -9,6 +9,7 @@ from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.quantization.utils import has_quantization
 from torchtitan.distributed.activation_checkpoint import MemoryBudgetAC
+from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.common.decoder import Decoder
 from torchtitan.models.common.moe import MoE, TokenChoiceTopKRouter
 from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
@@ -30,6 +31,8 @@ def check(config: Any) -> None:
     refused = _of_ranks(config.parallelism) | _of_execution(config)
     if isinstance(model, Decoder.Config):
         refused |= _of_experts(model, config)
+        if config.parallelism.context_parallel_degree > 1:
+            refused |= _of_parts_of_documents(model, config)
         refused |= _of_model(model, config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree)
     else:
         refused["the model is not a decoder of text. Choose one of torchtitan's language models."] = True
@@ -44,8 +47,11 @@ def _of_ranks(parallelism: Any) -> dict[str, bool]:
         "pipeline_parallel_degree: each stage of a pipeline would know a part of a document's norm. Leave it at 1.": (
             parallelism.pipeline_parallel_degree > 1
         ),
-        "context_parallel_degree: a rank would hold a part of a document, and the norm is that of the whole. Leave it "
-        "at 1.": parallelism.context_parallel_degree > 1,
+        "context_parallel_degree > 1 does not go with tensor_parallel_degree > 1 or data_parallel_replicate_degree > "
+        "1, because the engine knows one group of ranks of a model, which FSDP shards over. Leave these at 1.": (
+            parallelism.context_parallel_degree > 1
+            and max(parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree) > 1
+        ),
         "expert_parallel_degree: tokens reach the experts without their documents. Leave it at 1.": (
             parallelism.expert_parallel_degree > 1
         ),
@@ -100,6 +106,18 @@ def _of_model(model: Any, documents_per_row: int, parts: int) -> dict[str, bool]
         ),
         f"documents_per_row={documents_per_row} needs attention that stays within a document. Choose the attention "
         f"'flex' or 'varlen', or documents_per_row=1.": documents_per_row > 1 and not masked,
+    }
+
+
+def _of_parts_of_documents(model: Any, config: Any) -> dict[str, bool]:
+    attention = model.first_attention.inner_attention
+    return {
+        "context_parallel_degree > 1 needs the attention ScaledDotProductAttention: masks of the others are made of "
+        "the positions in the model's forward, and a rank knows its part of these.": (
+            not isinstance(attention, ScaledDotProductAttention.Config)
+        ),
+        "context_parallel_degree > 1 is verified for Llama 3 without compile of the model, and for nothing else yet. "
+        "Leave it at 1.": not isinstance(model, Llama3Model.Config) or _compiles(config),
     }
 
 

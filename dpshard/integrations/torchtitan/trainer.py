@@ -28,6 +28,7 @@ from torchtitan.trainer import Trainer
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError
 from dpshard.integrations.torchtitan.checkpoints import EngineState
+from dpshard.integrations.torchtitan.context import DocumentParts
 from dpshard.integrations.torchtitan.documents import Documents, Rows
 from dpshard.integrations.torchtitan.model import prepared
 from dpshard.integrations.torchtitan.privacy import Privacy
@@ -57,12 +58,15 @@ class PrivateTrainer(Trainer):
         model, training = self.model_parts[0], config.training
         dims = self.parallel_dims
         documents: Any = self.dataloader
+        balancer = config.parallelism.context_parallel_load_balancer
+        self._parts = DocumentParts(dims.get_mesh("cp"), balancer) if dims.cp_enabled else None
         self.engine = PrivacyEngine(
             model,
             batch_size=max(training.global_batch_size, training.local_batch_size * dims.dp_replicate * dims.dp_shard),
             sample_size=len(documents),
             steps=training.steps,
             **config.privacy.settings(),
+            **({} if self._parts is None else self._parts.told),
         )
         self._state: EngineState | None = None
         if config.checkpoint.enable:
@@ -94,7 +98,7 @@ class PrivateTrainer(Trainer):
             metrics.data_loading_times.append(time.perf_counter() - start)
             losses_B = self._losses({name: x.to(self.device) for name, x in batch.items()})
             losses_B.mean().backward()
-            engine.record_loss(losses_B)
+            engine.record_loss(losses_B if self._parts is None else self._parts.whole(losses_B))
             self.ntokens_seen += batch["input_ids"].numel()
             metrics.ntokens_since_last_log += batch["input_ids"].numel()
             start = time.perf_counter()
@@ -107,9 +111,14 @@ class PrivateTrainer(Trainer):
             self._log(float(norm), rates)
 
     def _losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean loss over its tokens of every document, [B], or [units] of packed rows."""
+        """Return the mean loss over its tokens of every document, [B], or this rank's terms; [units] of packed rows."""
+        targets = batch["targets"]
+        if self._parts is not None:
+            batch = self._parts.own(batch)
         logits = self.model_parts[0](batch["input_ids"], batch["position_ids"])
         logits = logits.full_tensor() if isinstance(logits, DTensor) else logits
+        if self._parts is not None:
+            return self._parts.terms(logits, batch["targets"], targets)
         if "unit_ids" not in batch:
             return sample_losses(logits, batch["targets"])
         units = self.config.training.local_batch_size * self.config.privacy.documents_per_row
