@@ -87,7 +87,7 @@ def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list
     """
     size, places = len(model_ranks), [mesh_ranks.index(rank) for rank in model_ranks]
     step, data = places[1] - places[0], len(mesh_ranks) // size
-    if step < 1 or data % step or list(mesh_ranks) != sorted(mesh_ranks):
+    if len(mesh_ranks) % size or step < 1 or data % step or list(mesh_ranks) != sorted(mesh_ranks):
         return None
     found = [[d // step * size * step + c * step + d % step for d in range(data)] for c in range(size)]
     return found if places in [list(column) for column in zip(*found, strict=True)] else None

@@ -13,17 +13,20 @@ EXACT = (
     *("tp:alone:all-layer:auto+verified", "tp:ddp:layer-wise:auto", "tp:fsdp2:all-layer:ghost"),
     *("cp:alone:all-layer:ghost", "cp:ddp:block-wise:auto", "cp:fsdp2:all-layer:auto+verified"),
     *("cp:fsdp2:layer-wise:ghost", "cp:flat:block-wise:auto", "ring:flat:all-layer:auto+verified"),
+    "cp:flat:all-layer:auto+saved",
 )
 ON_FOUR = (
     *("tp:alone:all-layer:auto", "tp:ddp:all-layer:auto+verified", "tp:fsdp2:layer-wise:auto"),
     *("cp:alone:all-layer:auto+verified", "cp:ddp:layer-wise:auto", "cp:fsdp2:all-layer:ghost"),
     *("cp:flat:all-layer:auto+verified", "cp:flat:layer-wise:ghost", "ring:alone:layer-wise:auto+verified"),
+    "cp:flat:layer-wise:auto+saved",
     *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
 )
 REFUSED = {
     "tp:alone:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
     "cp:ddp:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
     "tp:flat:all-layer:auto": "ConfigurationError: fully_shard has a mesh with ranks that hold one model.",
+    "tp:fsdp2:all-layer:auto+saved": "ConfigurationError: A Checkpointer cannot tell which parts of a parameter",
     "cp:alone:all-layer:auto+own": "LogicalBatchError: Ranks hold parts of one sample",
     "cp:alone:all-layer:auto+lied": "LogicalBatchError: The ranks that hold one model were given different inputs",
     "tp:alone:all-layer:auto+forgotten+digested": "LogicalBatchError: The clipped sums of parameters that every rank",

@@ -6,11 +6,14 @@ Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp
 gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp
 and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, untold
 (nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces
-nothing), lied (terms are called whole), foreign (torch's ring is of other ranks than the engine is told), digested.
+nothing), lied (terms are called whole), foreign (torch's ring is of other ranks than the engine is told), digested,
+saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
 """
 
 import math
+import shutil
 import sys
+import tempfile
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -25,7 +28,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
-from dpshard import PrivacyEngine
+from dpshard import Checkpointer, PrivacyEngine
 from dpshard import checkpoint as engine_state
 from dpshard.errors import DpshardError
 from tests import seeds
@@ -135,7 +138,16 @@ def cut(model: Model, kind: str, group: Any, *, forgets: bool) -> None:
                 setattr(owner, name, nn.Parameter(part.clone()))
 
 
-def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str], group: Any = None) -> dict[str, Any]:
+def train(
+    model: nn.Module,
+    kind: str,
+    style: str,
+    mode: str,
+    options: set[str],
+    group: Any = None,
+    folder: str = "",
+    until: int = STEPS,
+) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(SAMPLES, T, D, generator=generator, dtype=torch.float64))
     parts = COLUMNS if kind == "tp" else {"*": "same" if "lied" in options else "sum"}
@@ -161,6 +173,9 @@ def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str],
     )
     engine.load_state_dict(state)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    checkpointer = Checkpointer(folder, engine, optimizer) if folder else None
+    if checkpointer is not None:
+        checkpointer.load()
     batches = [[dataset[:4]]] if "own" in options else engine.batches(dataset, 3 if kind == "tp" else 1)
     for logical_batch in batches:
         for (x,) in logical_batch:
@@ -171,7 +186,30 @@ def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str],
                 model(x).square().sum((1, 2)).mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+        if checkpointer is not None:
+            checkpointer.save()
+        if engine.step == until:
+            break
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics()}
+
+
+def resumed(
+    first: nn.Module, kind: str, style: str, mode: str, options: set[str], group: Any
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The model and figures after a step as told, and the rest from a checkpoint under FSDP2, on whole samples."""
+    shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(shared)
+    torch.manual_seed(1)  # other parameters: those of the checkpoint count
+    second = Model().double()
+    for block in (*second.blocks, second):
+        fully_shard(block)
+    try:
+        train(first, kind, style, mode, options, group, shared[0], until=1)
+        return second, train(second, kind, style, mode, options, None, shared[0])
+    finally:
+        dist.barrier()
+        if dist.get_rank() == 0:
+            shutil.rmtree(shared[0])
 
 
 def joined(model: nn.Module, kind: str, group: Any) -> dict[str, Tensor]:
@@ -214,7 +252,10 @@ def compare(case: str) -> dict[str, Any]:
         fully_shard(parted, mesh=over)
     try:
         with nullcontext() if "digested" in options else taken_for_equal():
-            found = train(model, kind, style, mode, options, group)
+            if "saved" in options:
+                model, found = resumed(model, kind, style, mode, options, group)
+            else:
+                found = train(model, kind, style, mode, options, group)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
