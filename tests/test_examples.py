@@ -2,9 +2,7 @@
 
 import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from pydoc_data.topics import topics
@@ -20,7 +18,6 @@ from tests.extras import needs_deepspeed
 
 ROOT = Path(__file__).parents[1]
 EXAMPLES = ROOT / "examples"
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def load(name):
@@ -63,6 +60,7 @@ def test_both_ways_to_protect_users_train(capsys):
     assert "| 0.5 | 0 | 2 |" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_synthetic_text_learns_and_only_an_ordinary_model_keeps_secrets(capsys):
     """Keys of ten copies: the mean exposure of 16 of them, 1.4 if none was seen.
 
@@ -100,16 +98,8 @@ def test_half_precision_needs_no_loss_scaling():
 
 
 def test_a_sharded_example_learns():
-    run = subprocess.run(
-        [*TORCHRUN, str(ROOT / "tests" / "as_script.py"), str(EXAMPLES / "sharded.py")],
-        capture_output=True,
-        text=True,
-        timeout=250,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
-    )
-    assert run.returncode == 0, run.stderr[-4000:]
-    printed = run.stdout
-    assert float(printed.split("%")[0]) > 85
+    printed, _ = prints([sys.executable, ROOT / "tests" / "as_script.py", EXAMPLES / "sharded.py"], 2)
+    assert float(re.findall(r"^([\d.]+)%", printed, re.MULTILINE)[-1]) > 85
     assert "epsilon = " in printed
 
 
