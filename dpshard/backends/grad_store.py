@@ -157,8 +157,8 @@ class DotGradStore:
 
     def refuse_stale(self) -> None:
         """See GradientStore."""
-        for name in self._parameters:
-            if self._guard.holds_anything(name):
+        for name, parameter in self._parameters.items():
+            if parameter.grad is not None and self._guard.holds_anything(name):
                 raise LogicalBatchError(
                     f"{name} still has a gradient from before this logical batch. Call optimizer.zero_grad() after "
                     f"every optimizer.step() and before the first backward(). If no optimizer holds {name}, freeze it "

@@ -45,7 +45,7 @@ class Guard:
         self,
         parameters: Mapping[str, nn.Parameter],
         local: Callable[[Tensor], Tensor],
-        accumulated: Callable[[str], None],
+        accumulated: Callable[[str, object], object],
         training: Callable[[], bool],
         hooked: Callable[[], bool],
     ) -> None:
@@ -64,7 +64,7 @@ class Guard:
         self._handles: list[RemovableHandle] = []
         for name, p in parameters.items():
             self.watch(name, p)
-            self._handles.append(p.register_post_accumulate_grad_hook(lambda _, name=name: accumulated(name)))
+            self._handles.append(p.register_post_accumulate_grad_hook(functools.partial(accumulated, name)))
 
     # --- during backward --------------------------------------------------------------------------------------------
 
@@ -159,9 +159,9 @@ class Guard:
         Raises UnsupportedParameterError for parameters with foreign hooks.
         """
         for name in names:
-            self.refuse_hooks(name)
+            self.refuse_hooks(name, self._parameters[name])
         for name in names:
-            if not self.is_untouched(name):
+            if (name in self._noted or self._parameters[name].grad is not None) and not self.is_untouched(name):
                 self._refuse(name)
         if self._at_once:
             self.compare_bits()
@@ -204,9 +204,8 @@ class Guard:
             f"the accounted one. To clip, scale, log or set gradients, call engine.privatize() first."
         )
 
-    def refuse_hooks(self, name: str) -> None:
+    def refuse_hooks(self, name: str, parameter: nn.Parameter) -> None:
         """Raise UnsupportedParameterError for a foreign hook on this parameter."""
-        parameter = self._parameters[name]
         hooks = len(parameter._backward_hooks or ()) + len(
             getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
         )

@@ -45,6 +45,7 @@ class Sharding(ABC):
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
         """Names of all parameters, including frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
+        self._checked: dict[str, nn.Parameter] = {}  # by the name in the module, known ones
         self.anchored: Mapping[str, Tensor] = self.parameters
         """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -116,20 +117,23 @@ class Sharding(ABC):
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
         for name, parameter in parameters_of(self.core):
-            if parameter.requires_grad and not self._is_known(canonical_name(name), parameter):
+            if not parameter.requires_grad or self._checked.get(name) is parameter:
+                continue
+            if not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
                     f"{name} became trainable, or replaced another parameter, after the engine was made, so its "
                     f"gradient would not be clipped. Unfreeze, add and load parameters before making the engine; or "
                     f"call engine.state_dict() and engine.detach(), and make a new engine."
                 )
+            self._checked[name] = parameter
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
         return self.parameters.get(name) is parameter
 
     def refuse_hooks(self) -> None:
         """Raise UnsupportedParameterError for foreign hooks on parameters."""
-        for name in self.parameters:
-            self.guard.refuse_hooks(name)
+        for name, parameter in self.parameters.items():
+            self.guard.refuse_hooks(name, parameter)
 
     def _accumulated(self, name: str, _: object = None) -> None:
         self.guard.note(name)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -78,7 +77,7 @@ class GroupTape:
         """Small single records of parameters; measured and summed together at the end."""
         self.sum_weight_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
-        self._expected: Counter[str] = Counter()  # uses in forward, by parameter
+        self._expected: dict[str, int] = {}  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._whole_sq: list[Tensor] = []  # of those with parts on no other rank, if others have parts
@@ -91,7 +90,8 @@ class GroupTape:
 
     def expect(self, names: Iterable[str]) -> None:
         """Count a use of each parameter in forward."""
-        self._expected.update(names)
+        for name in names:
+            self._expected[name] = self._expected.get(name, 0) + 1
 
     def is_only_use(self, name: str) -> bool:
         """Return True if forward used a parameter once, and no gradient has arrived."""

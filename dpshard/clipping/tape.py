@@ -136,7 +136,8 @@ class Tape:
             tokens.append(self._tokens[anchor])
         for source in use.sources:
             for name in source.roots:
-                self._begun(self.clipper.group_of[name].index).expect((name,))
+                index = self.clipper.group_of[name].index
+                (self.groups.get(index) or self._begun(index)).expect((name,))
         forward = self.forwards.use()
         return tokens, functools.partial(self._arrive_from, forward, use, anchors)
 
@@ -307,6 +308,8 @@ class ClippedSums:
 
     def take(self, name: str) -> Tensor | None:
         """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
+        if len(self.tapes) == 1:
+            return self.tapes[0].take(name)
         total: Tensor | None = None
         for tape in self.tapes:
             part = tape.take(name)
@@ -388,6 +391,8 @@ class Clipper:
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
         """Return the sorted numbers of the anchors for the roots of `sources`."""
+        if len(self.anchors) == 1:
+            return [0]
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})
 
     def groups_of(self, anchor: int) -> list[int]:

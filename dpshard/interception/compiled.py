@@ -32,6 +32,17 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 @dataclass(frozen=True, slots=True)
+class _Known:
+    """Sources that the trace of a region may meet."""
+
+    tensors: list[Tensor]
+    named: list[Source]
+    numbered: list[Source]
+    among: int
+    """Number of all sources of the forward."""
+
+
+@dataclass(slots=True)
 class _Rehearsed:
     numbering: Numbering
     layout: Layout
@@ -44,6 +55,17 @@ class _Rehearsed:
     facts: str
     """See `region_facts`."""
     refusal: Refusal
+    known: _Known | None = None
+    """The sources of the last call, if they are parameters of the module."""
+
+    def known_again(self, sources: dict[Tensor, Source], leaves: list[Any]) -> _Known | None:
+        """Return the sources of the last call if this one has the same."""
+        known = self.known
+        if known is None or known.among != len(sources):
+            return None
+        if any(isinstance(x, Tensor) and x in sources for x in leaves):
+            return None
+        return known if [*map(sources.get, known.tensors)] == known.named else None
 
 
 class CompiledRegions:
@@ -74,20 +96,23 @@ class CompiledRegions:
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, mode.grid, any(torch.is_autocast_enabled(device) for device in devices))
-        # Parameters of the module, and sources among its arguments, have the same numbers in every call.
-        sources = mode.sources
-        tensors = [*(p for _, p in parameters_of(module)), *leaves]
-        first = [x for x in tensors if isinstance(x, Tensor) and x in sources]
-        if key not in self._rehearsed:
-            self._rehearsed[key] = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
-        region = self._rehearsed[key]
+        region = self._rehearsed.get(key)
+        if region is None or (known := region.known_again(mode.sources, leaves)) is None:
+            # Parameters of the module, and sources among its arguments, have the same numbers in every call.
+            tensors = [*(p for _, p in parameters_of(module)), *leaves]
+            first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
+            if region is None:
+                region = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
+                self._rehearsed[key] = region
+            known = self._known(region, mode, first)
         rows = region.rows
         if not mode.slots.compiled and any(use.copies for use, _ in region.outside):
             rows = form_rows(self._with_values(region.outside, mode.slots.batch_size), region.places)
-        known = self._known(region, mode, first)
         made = mode.slots.region(rows)
         slots = PreallocatedSlots(mode.slots.batch_size, region.facts, made)
-        inner = Region([*known], [*known.values()], region.layout, slots, region.refusal, mode.rows_per_unit, mode.grid)
+        inner = Region(
+            known.tensors, known.numbered, region.layout, slots, region.refusal, mode.rows_per_unit, mode.grid
+        )
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
@@ -110,16 +135,19 @@ class CompiledRegions:
         facts = region_facts(recorder.asked, places, [row.dim for row in rows])
         return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal)
 
-    def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> dict[Tensor, Source]:
-        """Return the sources, by number, that the trace of a region may meet."""
+    def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
+        """Return the sources that the trace of a region may meet."""
         numbering = region.numbering
         known = {x: numbering.number(mode.sources[x]) for x in first}
-        if len(numbering.names) > len(known):
+        lasting = len(numbering.names) == len(known)
+        if not lasting:
             for x, source in mode.sources.items():
                 # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
-        return known
+        found = _Known([*known], [mode.sources[x] for x in known], [*known.values()], len(mode.sources))
+        region.known = found if lasting else None
+        return found
 
     def _with_values(self, asked: Asked, batch_size: int) -> Asked:
         values = self._parameters.values()

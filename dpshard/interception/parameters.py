@@ -30,13 +30,19 @@ class TrainedParameters:
         self.refusal = functools.partial(refusal, model)
         self.by_name = {source.label: source for source in sources.values()}
         """The parameters as sources."""
+        self._flags: list[bool] = []
+        self._trainable: dict[Tensor, Source] = {}
         self._sharding = sharding
         self._active = active
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
 
     def trainable(self) -> dict[Tensor, Source]:
         """Return the parameters that require gradients now; others are constants."""
-        return {parameter: source for parameter, source in self.sources.items() if parameter.requires_grad}
+        flags = [parameter.requires_grad for parameter in self.sources]
+        if flags != self._flags:  # torch hashes a tensor by a function in Python, but a copy of a dict hashes nothing
+            self._flags = flags
+            self._trainable = {x: source for x, source in self.sources.items() if x.requires_grad}
+        return dict(self._trainable)
 
     def values(self) -> dict[str, Tensor]:
         """Return the parameters by name; gathered ones as last seen."""
@@ -48,6 +54,8 @@ class TrainedParameters:
 
     def refuse_writes(self, before: list[int]) -> None:
         """Raise UnsupportedParameterError if a parameter's version differs from `before`."""
+        if self.versions() == before:
+            return
         for (name, p), version in zip(self._plain, before, strict=True):
             if p._version != version:
                 raise written(name)
