@@ -60,6 +60,8 @@ class Guard:
         self._noted: dict[str, _Noted] = {}
         self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
         self._sealing = -1  # number of that pass
+        # A compiled function may call backward; dynamo would trace the callback.
+        self._seal_later = torch.compiler.disable(self._seal)
         self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which of them changed; not read yet
         self._handles: list[RemovableHandle] = []
         for name, p in parameters.items():
@@ -118,7 +120,7 @@ class Guard:
             self._seal()
         elif backward != self._sealing:
             self._sealing = backward
-            torch.autograd.Variable._execution_engine.queue_callback(self._seal)
+            torch.autograd.Variable._execution_engine.queue_callback(self._seal_later)
 
     def _seal(self) -> None:
         self._sealing = -1
