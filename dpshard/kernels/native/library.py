@@ -228,7 +228,8 @@ class Library:
         self._try_normalization()
         if self.has_tiles:
             self._try_norms()
-            self._try_convolution()
+            self._try_convolution(33)  # three times sixteen channels side by side
+            self._try_convolution(49)  # twice thirty-two, if registers are wide
 
     def _try_noise(self, kind: Any, noise_kind: Any) -> None:
         n, rows, std, divisor = 100, 3 if noise_kind == np.float32 else 4, 3.0, 7.0
@@ -303,10 +304,10 @@ class Library:
             if not np.allclose(norm_sq, reference.floored_ghost_norm_sq(x, y, floor), rtol=1e-4):
                 raise ArithmeticError("it takes norms wrongly")
 
-    def _try_convolution(self) -> None:
-        B, k, G, R, C = 2, 2, 2, 17, 3  # two blocks of channels
-        positions, kernel, stride, dilation, padding = (2, 3, 200), (2, 2, 3), (2, 1, 3), (2, 1, 3), (1, 1, 0)
-        space = (3, 2, 604)  # padded, the last window meets the last element
+    def _try_convolution(self, R: int) -> None:
+        B, k, G, C = 2, 2, 2, 3
+        positions, kernel, stride, dilation, padding = (2, 3, 100), (2, 2, 3), (2, 1, 3), (2, 1, 3), (1, 1, 0)
+        space = (3, 2, 304)  # padded, the last window meets the last element
         input, gradient = _scattered(B, k, G, C, *space), _scattered(B, k, G, R, *positions)
         kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
         sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)

@@ -9,6 +9,7 @@ of the file that includes this one. */
 #define TILES(narrow, broad)                                                   \
     TILE(narrow, "avx2,fma", __m256, _mm256_set1_ps, _mm256_fmadd_ps, 4)       \
     TILE(broad, "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps, 8)
+#define BROADEST "avx512f", __m512, _mm512_set1_ps, _mm512_fmadd_ps
 #define WHICH_TILE(narrow, broad) (tile_rows() == 8 ? broad : narrow)
 #else
 #define TILES(narrow, broad)

@@ -135,7 +135,7 @@ def test_images_that_do_not_fit_are_refused():
 
 
 def test_a_thread_without_memory_is_noticed(tmp_path):
-    no_memory = ("aligned_alloc(64, sizeof(float) * c->k * S * LANES)", "NULL")
+    no_memory = ("aligned_alloc(64, sizeof(float) * c->k * S * lanes)", "NULL")
     with pytest.raises(MemoryError, match="output gradients of 2 samples"):
         load(build(tmp_path, convolution=no_memory))
 
