@@ -23,8 +23,8 @@ from dpshard.backends.collectives import reduce_scatter
 class Slices:
     """Slices of parameters over the C ranks of `group`, in an order that a second reduction over D data ranks keeps.
 
-    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; None: one chunk is the whole. `order`: the chunk of
-    [model rank, data rank], if each rank has chunks of its own; None: the ranks of a model divide each chunk.
+    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; None: one chunk is the whole. `step`: how far apart
+    the chunks of ranks of one model are, if each rank has its own; None: the ranks of a model divide each chunk.
     """
 
     def __init__(
@@ -32,12 +32,15 @@ class Slices:
         group: dist.ProcessGroup,
         chunks: int = 1,
         rows: Callable[[str], int] | None = None,
-        order: Sequence[int] | None = None,
+        step: int | None = None,
     ) -> None:
         self._group, self._ranks, self._chunks, self._rows = group, group.size(), chunks, rows
-        self._divided = 1 if order is not None else self._ranks
+        self._divided = self._ranks if step is None else 1
         """Pieces of a chunk."""
-        self._order = order or [d * self._ranks + c for c in range(self._ranks) for d in range(chunks)]
+        step = step or 1
+        data_ranks = chunks * self._divided // self._ranks
+        self._pieces = data_ranks // step, self._ranks, step
+        """Pieces in the order of chunks; data rank d is (d // step, d % step)."""
 
     def width(self, name: str, shape: Sequence[int]) -> int:
         """Return the elements of a slice for one data rank, of a parameter of real `shape`."""
@@ -51,18 +54,17 @@ class Slices:
         batch, shape = len(terms_B), terms_B.shape[1:]
         n, width = self._chunk(name, shape), self.width(name, shape)
         chunks_B = _padded(terms_B.reshape(batch, -1), self._chunks * n).view(batch, self._chunks, n)
-        pieces_B = _padded(chunks_B, self._divided * width).view(batch, -1, width)
-        sent_CB = pieces_B[:, self._order].view(batch, self._ranks, -1).transpose(0, 1).contiguous()
-        own_B = sent_CB.new_empty(sent_CB.shape[1:])
+        pieces_B = _padded(chunks_B, self._divided * width).view(batch, *self._pieces, width)
+        sent_CB = pieces_B.permute(2, 0, 1, 3, 4).contiguous()
+        own_B = sent_CB.new_empty(batch, sent_CB[0, 0].numel())
         reduce_scatter(own_B.view(-1), sent_CB.view(-1), group=self._group)
         return own_B
 
     def whole(self, name: str, own: Tensor, shape: Sequence[int]) -> Tensor:
         """Return the tensor [*shape] of which each rank has a slice."""
-        width = self.width(name, shape)
-        pieces = own.new_empty(len(self._order), width)
-        pieces[self._order] = self._gathered(own).view(-1, width)
-        chunks = pieces.view(self._chunks, -1)[:, : self._chunk(name, shape)]
+        outer, _, step = self._pieces
+        pieces = self._gathered(own).view(self._ranks, outer, step, -1).transpose(0, 1)
+        chunks = pieces.reshape(self._chunks, -1)[:, : self._chunk(name, shape)]
         return chunks.reshape(-1)[: math.prod(shape)].view(tuple(shape))
 
     def joined(self, own: Tensor) -> Tensor:

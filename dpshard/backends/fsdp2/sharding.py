@@ -109,7 +109,7 @@ class FSDP2Sharding(Sharding):
                 "dimensions data and model, and fully_shard on both, flattened; or fully_shard on the dimension data "
                 "alone."
             )
-        parts.slices = Slices(parts.group, chunks, self.rows, [place for of_data in places for place in of_data])
+        parts.slices = Slices(parts.group, chunks, self.rows, step=places[1][0] - places[0][0])
         parts.spread = True
         own = [ranks[place] for place in places[parts.rank]]
         group = dist.new_group(own, use_local_synchronization=True)
