@@ -81,7 +81,7 @@ COMPILED = [
     pytest.param("fsdp2:all-layer:auto+traced+selective"),
     *(
         pytest.param(f"fsdp2:{case}", marks=pytest.mark.exhaustive)
-        for case in ("layer-wise:auto+traced", "layer-wise:auto+compile+verified", "block-wise:auto+compile+checkpoint")
+        for case in ("layer-wise:auto+traced", "layer-wise:auto+compile+verified", "block-wise:auto+traced+checkpoint")
     ),
 ]
 found_compiled = shared("update_worker.py", COMPILED, lambda case: (2, case))

@@ -56,7 +56,7 @@ def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
 )
 def test_runs_of_random_batches_are_audited(options):
     model, x, y, loss = classifier()
-    found = audit_runs(model, x, y, loss, steps=6, batch_size=1, trials=50, noise_multiplier=0.2, **options)
+    found = audit_runs(model, x, y, loss, steps=4, batch_size=1, trials=50, noise_multiplier=0.2, **options)
     assert found.refuted_at() is None
     assert 0.5 < found.lower_bound(0.1, 0.95) < found.accounted(0.1)
 

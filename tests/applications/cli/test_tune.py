@@ -211,7 +211,7 @@ def test_a_search_that_was_killed_resumes(tmp_path, dpshard, monkeypatch):
     """SIGKILL of the search and its trial at a checkpoint: draws and finished steps stay."""
     monkeypatch.undo()
     out = tmp_path / "search"
-    command = ["-m", "dpshard", "tune", *OPTIONS, "--steps", 400, "--checkpoint-every", 5, *SEARCH, "--out", out]
+    command = ["-m", "dpshard", "tune", *OPTIONS, "--steps", 150, "--checkpoint-every", 5, *SEARCH, "--out", out]
     with open(tmp_path / "log", "w") as log:
         search = subprocess.Popen([sys.executable, *map(str, command)], stdout=log, stderr=log, start_new_session=True)
         try:
