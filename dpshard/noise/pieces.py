@@ -104,12 +104,14 @@ def release_short_(
     `keys`: as many for every piece, one piece after another; noise is the scaled sum of their normals, float64 if
     `wide`.
     """
+    if not keys:
+        return
     if not parts[0].is_cpu:
         _release_elsewhere_(parts, pieces, keys, std, divisor, wide=wide)
         return
     rows, sizes = pieces.short, pieces.sizes
-    summands = len(keys) // max(1, len(rows))
-    for start, stop in _batches(sizes, _TOGETHER // max(1, summands)):
+    summands = len(keys) // len(rows)
+    for start, stop in _batches(sizes, _TOGETHER // summands):
         of_streams = [size for size in sizes[start:stop] for _ in range(summands)]
         streams = first_bytes(keys[start * summands : stop * summands], of_streams)
         first, last = int(rows[start, 0]), int(rows[stop - 1, 0])
@@ -144,12 +146,11 @@ def rest_of(key: bytes) -> bytes:
 
 
 def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive indices whose sizes add up to `most`, or of one."""
+    """Yield ranges of consecutive indices whose sizes, at least one, add up to `most`; or of one index."""
     start = total = 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:
             yield start, i
             start, total = i, 0
         total += size
-    if sizes:
-        yield start, len(sizes)
+    yield start, len(sizes)

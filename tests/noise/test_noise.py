@@ -121,6 +121,15 @@ def test_a_replayed_step_has_the_same_noise():
 
 
 @both_sources
+@pytest.mark.parametrize("start", [HEAD - 3, HEAD, HEAD + 5])
+def test_a_shard_may_lie_in_the_rest_of_a_block(secure, start):
+    gaussian = KeyedGaussian(SECRET, secure=secure)
+    for n in (7, 40_000):
+        part = gaussian.sample(3, "w", start, start + n)
+        assert torch.equal(part, gaussian.sample(3, "w", 0, start + n)[start:])
+
+
+@both_sources
 def test_torch_knows_that_a_sum_has_changed(secure):
     """Autograd must not differentiate with a sum that it saved before the noise."""
     for n in (5, 40_000):
