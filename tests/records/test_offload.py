@@ -64,6 +64,7 @@ def move(gpu, **options):
     copies.forget(leave(9))
     copies.settle()
     gpu.find_freed()
+    assert copies.leaving == copies.arriving == 0
 
 
 def test_no_copy_races():

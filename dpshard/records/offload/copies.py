@@ -77,18 +77,12 @@ class Copies:
         self._gpu, self._synchronous, self._window = gpu, synchronous, window
         self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # with the event of the copy, and the stream of use
         self._arriving: set[Away] = set()
+        self.leaving = 0
+        """Bytes whose copies are under way while their memory is still taken."""
+        self.arriving = 0
+        """Bytes that return ahead of their use."""
         self._out, self._into = gpu.stream(), gpu.stream()
         self._pinned = Pinned(gpu.pinned)
-
-    @property
-    def leaving(self) -> int:
-        """Bytes whose copies are under way while their memory is still taken."""
-        return sum(x.nbytes for x, _, _ in self._leaving)
-
-    @property
-    def arriving(self) -> int:
-        """Bytes that return ahead of their use."""
-        return sum(away.nbytes for away in self._arriving)
 
     def leave(self, x: Tensor) -> Away:
         """Copy `x` (uint8 [n]) to the host; the caller must not write it, and may drop it."""
@@ -101,14 +95,16 @@ class Copies:
         away = Away(cut, self._out.record_event(), len(x))
         # A reference keeps the memory until its stream has waited; what comes next on that stream may use it.
         self._leaving.append((x, away.left, compute))
+        self.leaving += x.nbytes
         while len(self._leaving) > 1 and self.leaving > self._window:
             self._free_oldest()
         return away
 
     def _free_oldest(self) -> None:
-        _, left, stream = self._leaving[0]
+        x, left, stream = self._leaving[0]
         self._after(stream, left)
         self._leaving.popleft()
+        self.leaving -= x.nbytes
 
     def begin_return(self, away: Away) -> None:
         """Begin the copy of `away` to the device, unless it has begun."""
@@ -123,6 +119,7 @@ class Copies:
         away.cut.let_go()
         away.cut = None
         self._arriving.add(away)
+        self.arriving += away.nbytes
 
     def fetch(self, away: Away) -> Tensor:
         """Return the bytes on the device, uint8 [n or a little more], once."""
@@ -134,6 +131,7 @@ class Copies:
             self._after(away.stream, away.arrived)
             room.record_stream(compute)  # allocated in the order of another stream
         self._arriving.remove(away)
+        self.arriving -= away.nbytes
         away.room = None
         return room
 
@@ -143,6 +141,7 @@ class Copies:
             away.cut.let_go()
         elif away in self._arriving:
             self._arriving.remove(away)
+            self.arriving -= away.nbytes
             self._after(away.stream, away.arrived)  # the copy still writes to memory that is free from here on
         away.cut = away.room = None
 
