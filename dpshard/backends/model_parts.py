@@ -163,7 +163,7 @@ class ModelParts:
         return self.slices.scatter(name, terms_B.detach())
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
-        """Return the whole of a sum of which each rank has a slice, or the sum itself; all model ranks call it."""
+        """See Parts."""
         if total is None or not self.is_termwise(name):
             return total
         return as_complex(self.slices.whole(name, total, as_real(parameter).shape), parameter.dtype)

@@ -38,6 +38,10 @@ class Parts(Protocol):
         """Return this rank's slices [B, n] of the sums of all ranks' terms [B, *shape], for a parameter of terms."""
         ...
 
+    def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
+        """Return the whole of a sum of which each rank has a slice, or the sum itself; all ranks call it."""
+        ...
+
     def summed(self, x: Tensor) -> Tensor:
         """Return the sum of the ranks' terms, bitwise equal on all of them."""
         ...

@@ -18,10 +18,9 @@ from torch import Tensor, nn
 
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.parts import Parts
-from dpshard.clipping.tape import ClippedSums, Clipper, Tape
+from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
 from dpshard.interception import is_placed
-from dpshard.records import as_real
 from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
 from dpshard.verification.objectives import Objective
@@ -47,9 +46,10 @@ class Differentiated(Protocol):
 
 
 class Found:
-    """Norms by group, and sketches of clipped sums by parameter, of one backward pass."""
+    """Norms by group, and sketches of clipped sums by parameter, of one backward pass; `roots`: its parameters."""
 
-    def __init__(self) -> None:
+    def __init__(self, roots: Roots) -> None:
+        self._roots = roots
         self.norms: dict[int, Tensor] = {}
         self.sums: dict[str, Sketch] = {}
 
@@ -60,7 +60,9 @@ class Found:
     def deliver(self, sums: ClippedSums) -> list[None]:
         """See Sink."""
         for name in sums.names:
-            total = sums.take(name)
+            total, parts = sums.take(name), self._roots.parts
+            if parts is not None:
+                total = parts.whole_sum(name, total, self._roots.values[name])
             if total is not None:
                 self.sums[name] = Sketch.of(total)
         return [None] * len(sums.names)
@@ -89,7 +91,7 @@ def check_gradients(
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
     for objective in objectives:
-        found = Found()
+        found = Found(clipper.roots)
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
         output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
@@ -147,10 +149,10 @@ def sketched_gradients(
 
 
 def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
-    """Return this rank's part of a gradient, or its slice of a sum over ranks."""
+    """Return this rank's part of a gradient, or the whole of one that is a sum over ranks."""
     if is_placed(gradient):
         return gradient.redistribute(placements=parameter.placements).to_local()
-    return parts.sliced(name, as_real(gradient)[None])[0] if parts.is_termwise(name) else gradient
+    return parts.summed(gradient) if parts.is_termwise(name) else gradient
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -162,7 +164,7 @@ def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> l
     if parts is None or not values:
         return list(squares)
     squared = torch.tensor([x for _, x in values], dtype=torch.float64, device="cpu")
-    add_up = torch.tensor([parts.adds_squares(name) for name, _ in values], device="cpu")
+    add_up = torch.tensor([parts.is_cut(name) for name, _ in values], device="cpu")
     total = iter(parts.norm_sq(squared.where(add_up, 0.0), squared.where(~add_up, 0.0)).tolist())
     return [{name: next(total) for name in some} for some in squares]
 

@@ -202,7 +202,7 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
     for objective in objectives:
-        found = Found()
+        found = Found(clipper.roots)
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)  # others are masked as padding is
         with bench.verdict.forward():

@@ -43,8 +43,8 @@ from torch.utils.data import TensorDataset
 from dpshard import BandedInverse, BandMF, Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
-from dpshard.clipping.group_tape import Use
 from dpshard.clipping.tape import Tape
+from dpshard.clipping.uses import Use
 from dpshard.errors import DpshardError
 from dpshard.records import PerSampleGrad, Record
 from tests import seeds

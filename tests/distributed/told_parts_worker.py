@@ -7,6 +7,7 @@ gathers keys and values), ring (the same, by torch's context_parallel). Wrappers
 and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, untold
 (nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces
 nothing), lied (terms are called whole), foreign (torch's ring is of other ranks than the engine is told), digested,
+uncounted (the norm is that of one slice),
 saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
 """
 
@@ -30,6 +31,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard import checkpoint as engine_state
+from dpshard.backends.model_parts import ModelParts
 from dpshard.errors import DpshardError
 from tests import seeds
 from tests.distributed.rank import main
@@ -250,8 +252,12 @@ def compare(case: str) -> dict[str, Any]:
         for block in parted.blocks:
             fully_shard(block, mesh=over)
         fully_shard(parted, mesh=over)
+    uncounted = mock.patch.object(ModelParts, "adds_squares", ModelParts.is_cut)
     try:
-        with nullcontext() if "digested" in options else taken_for_equal():
+        with (
+            nullcontext() if "digested" in options else taken_for_equal(),
+            uncounted if "uncounted" in options else nullcontext(),
+        ):
             if "saved" in options:
                 model, found = resumed(model, kind, style, mode, options, group)
             else:
