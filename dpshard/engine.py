@@ -112,7 +112,8 @@ class PrivacyEngine:
             group of this one rank: other ranks train other models.
         model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
             that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
-            "sum": the parameter and a term of its gradient. See docs/sharding.md.
+            "sum": the parameter and a term of its gradient; "samples": the parameter and samples of its own, beside
+            experts in parts along dimension 0. See docs/sharding.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -149,7 +150,7 @@ class PrivacyEngine:
         on_budget: Literal["raise", "continue"] = "raise",
         earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
-        model_parallel_parts: Mapping[str, int | Literal["same", "sum"]] | None = None,
+        model_parallel_parts: Mapping[str, int | Literal["same", "sum", "samples"]] | None = None,
     ) -> None:
         _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)

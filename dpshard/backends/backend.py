@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dpshard.backends.communicator import Communicator
+from dpshard.backends.expert_parts import ExpertRanks
 from dpshard.backends.model_parts import Grid
 from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
@@ -31,7 +32,7 @@ class Backend:
     gradients: GradientStore
     data: Communicator | None = None
     """The ranks that share the data; None if these are all ranks."""
-    grid: Grid | None = None
+    grid: Grid | ExpertRanks | None = None
     """How data ranks and ranks of one model cross; None if every rank holds the whole model."""
 
     @property

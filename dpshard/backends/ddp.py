@@ -25,6 +25,7 @@ from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
+from dpshard.names import canonical_name
 from dpshard.records import WIDE, accum_dtype
 
 
@@ -41,6 +42,9 @@ def ddp_backend(model: DistributedDataParallel, told: DeclaredParts | None = Non
     if told is None:
         return Backend(layout, communicator, sharding, reduction, store)
     everyone, grid = sharding.tell(told, communicator)
+    if sharding.parts is not None and sharding.parts.of_samples:
+        _refuse_reduced_experts(model, sharding)
+        return Backend(f"{layout}, with experts of their own", everyone, sharding, reduction, store, None, grid)
     layout += f" of {everyone.world_size // communicator.world_size} parts"
     return Backend(layout, everyone, sharding, reduction, store, communicator, grid)
 
@@ -55,7 +59,7 @@ class DDPReduction:
         self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: DotGradStore
     ) -> None:
         self._model, self._communicator, self._store = model, communicator, store
-        self._parameters, self._guard = sharding.parameters, sharding.guard
+        self._parameters, self._guard, self._sharding = sharding.parameters, sharding.guard, sharding
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Return gradients such that their mean over ranks is the sum of the clipped sums."""
@@ -72,8 +76,13 @@ class DDPReduction:
             clipped_sum = torch.zeros_like(parameter, dtype=accum_dtype(parameter))
         if parameter.dtype not in WIDE:
             return self._store.through_autograd(name, clipped_sum, self._store.unreduced)
-        # DDP takes the mean over ranks; the sensitivity is that of the sum.
-        return self._guard.expect(name, (clipped_sum * self._communicator.world_size).to(parameter.dtype))
+        # DDP takes the mean over ranks; the sensitivity is that of the sum. An expert's sum is complete.
+        ranks = 1 if self._has_experts and self._sharding.parts.is_cut(name) else self._communicator.world_size
+        return self._guard.expect(name, (clipped_sum * ranks).to(parameter.dtype))
+
+    @property
+    def _has_experts(self) -> bool:
+        return self._sharding.parts is not None and self._sharding.parts.of_samples
 
     def _end(self) -> None:
         if not self._model.require_backward_grad_sync:  # within no_sync() only autograd writes
@@ -90,8 +99,8 @@ class DDPReduction:
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return `last`: DDP reduces in the last backward."""
-        return last
+        """Return `last`, because DDP reduces in the last backward; with experts on several ranks True."""
+        return last or self._has_experts
 
     def fault(self) -> DpshardError | None:
         """Return the store's error if gradients were changed."""
@@ -132,6 +141,21 @@ class DDPReduction:
 
     def detach(self) -> None:
         """Do nothing."""
+
+
+def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded) -> None:
+    """Raise ConfigurationError if DDP would average the sums of different experts, or not those of other parameters."""
+    parts = sharding.parts
+    assert parts is not None
+    ignored = {canonical_name(name) for name in model.parameters_to_ignore}
+    wrong = [name for name in sharding.parameters if parts.is_cut(name) != (name in ignored)]
+    if wrong:
+        sharding.detach()
+        raise ConfigurationError(
+            f"{wrong[0]}: DistributedDataParallel must leave out the experts of a rank, and nothing else. Call "
+            f"DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names_of_experts) before you "
+            f"wrap the model."
+        )
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -33,8 +33,8 @@ from dpshard.records import as_complex, as_real
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user tells them."""
 
-SAME, SUM = "same", "sum"
-"""Of a parameter that every rank holds whole: each rank has the gradient, or a term of it."""
+SAME, SUM, SAMPLES = "same", "sum", "samples"
+"""Of a parameter that every rank holds whole: each rank has the gradient, a term of it, or that of its own samples."""
 
 
 class Place(NamedTuple):
@@ -68,6 +68,7 @@ class ModelParts:
         """Of the sums of terms."""
         self.spread: bool = False
         """True if FSDP shards over the model's ranks, too, so that each has shards of its own."""
+        self._exchanges = False
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @classmethod
@@ -95,6 +96,31 @@ class ModelParts:
     def facts(self) -> str:
         """What all ranks must be told alike."""
         return repr((sorted(self._cut.items()), sorted(self._termwise)))
+
+    # --- samples of all ranks: see clipping.parts and ExpertParts --------------------------------------------------
+
+    of_samples = False
+    """See Parts."""
+
+    def among_all(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        return x_B
+
+    def own(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        return x_B
+
+    def everyone(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        return x_B
+
+    def count(self, batch_size: int, names: Collection[str]) -> int:
+        """See Exchange."""
+        return batch_size
+
+    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+        """See Exchange."""
+        return sample_N
 
     # --- inputs -----------------------------------------------------------------------------------------------------
 
@@ -151,6 +177,32 @@ class ModelParts:
         rows = own.new_empty(self.size, *own.shape)
         dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=self.group)
         return rows.to(x.device)
+
+    def knows(self, group: str) -> bool:
+        """See Exchange."""
+        return group == self.group.group_name
+
+    def exchanged(
+        self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
+    ) -> Tensor | None:
+        """See Exchange."""
+        arrived = self._sent(sample_N, received, sent)
+        return arrived if bool(((arrived >= 0) & (arrived < batch_size)).all()) else None
+
+    def _sent(self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int]) -> Tensor:
+        self._exchanges = True
+        own = sample_N.to(self.device).contiguous()
+        arrived = own.new_empty(sum(received))
+        dist.all_to_all_single(arrived, own, list(received), list(sent), group=self.group)
+        return arrived
+
+    def meet(self, group: int) -> None:
+        """See Parts."""
+        if self._exchanges and self.gather(torch.tensor([group], device=self.device)).ne(group).any():
+            raise LogicalBatchError(
+                "Ranks that send each other rows clip different parameters at one time, so a norm would be that of "
+                "other parameters. Run the same modules on all ranks, also an expert that no row has reached."
+            )
 
     def summed(self, x: Tensor) -> Tensor:
         """See Parts."""
@@ -275,15 +327,22 @@ def kinds_of(
             raise ConfigurationError(
                 f"model_parallel_parts says nothing of {name}. Give a dimension (0 for column-wise, 1 for row-wise "
                 f"linear maps) if each rank holds a part of it, 'same' if each holds it and its whole gradient, 'sum' "
-                f"if each has a term of its gradient (parts of the sequence)."
+                f"if each has a term of its gradient (parts of the sequence), 'samples' if each has other samples "
+                f"(beside experts in parts)."
             )
         if found == SUM:
             termwise.add(name)
         elif isinstance(found, int) and not isinstance(found, bool) and 0 <= found < len(shape):
             cut[name] = found
+        elif found == SAMPLES:
+            raise ConfigurationError(
+                f"model_parallel_parts gives 'samples' for {name}: experts on several ranks, each with samples of its "
+                f"own, are supported under DistributedDataParallel over the same ranks, with 'samples' for every "
+                f"parameter but the experts' (dimension 0). See docs/sharding.md."
+            )
         elif found != SAME:
             raise ConfigurationError(
                 f"model_parallel_parts gives {found!r} for {name} of shape {tuple(shape)}: it must be one of its "
-                f"dimensions, 'same' or 'sum'."
+                f"dimensions, 'same', 'sum' or 'samples'."
             )
     return cut, frozenset(termwise)

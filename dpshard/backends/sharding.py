@@ -14,6 +14,7 @@ from torch.nn.modules import module as module_calls
 from torch.nn.parameter import is_lazy
 
 from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.expert_parts import ExpertParts, ExpertRanks, are_experts
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts, Place
@@ -51,6 +52,11 @@ class Sharding(ABC):
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """Tensors that plain autograd differentiates."""
         self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training, self._hooked)
+
+    @property
+    def exchange(self) -> ModelParts | None:
+        """See ShardingHooks."""
+        return self.parts
 
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
@@ -235,15 +241,17 @@ class Unsharded(Sharding):
         super().__init__(core, core if outermost is None else outermost, parts)
         self._make_isolated, self._meet = isolated, together
 
-    def tell(self, told: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid]:
+    def tell(self, told: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
         """Take the plain parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
 
         Detaches and raises ConfigurationError if they are no grid, or the parts do not fit.
         """
         everyone = all_ranks(self.device)
         try:
-            parts = ModelParts.told(told, self.parameters, self.device)
-            grid = Grid(data, parts, everyone)
+            experts = data.world_size > 1 and are_experts(told)
+            kind, ranks = (ExpertParts, ExpertRanks) if experts else (ModelParts, Grid)
+            parts = kind.told(told, self.parameters, self.device)
+            grid = ranks(data, parts, everyone)
         except ConfigurationError:
             self.detach()
             raise

@@ -148,7 +148,10 @@ class GroupTape:
     def _measured(self, name: str, records: Sequence[Record], *, closing: bool) -> list[Record]:
         execution = self.execution
         norm_sq_B, kept = measure(records, execution.norm, keep=execution.keep_per_sample, closing=closing)
-        (self._norm_sq if self._is_cut(name) else self._whole_sq).append(norm_sq_B)
+        if self._is_cut(name):
+            self._norm_sq.append(norm_sq_B)
+        else:
+            self._whole_sq.append(norm_sq_B if self.roots.parts is None else self.roots.parts.among_all(norm_sq_B))
         return kept
 
     def _is_cut(self, name: str) -> bool:
@@ -226,25 +229,33 @@ class GroupTape:
 
     # --- sums --------------------------------------------------------------------------------------------------------
 
+    def _weights(self, name: str) -> tuple[Tensor, Tensor | None]:
+        """Return factors and mask of the samples of a parameter's records."""
+        weight_B, nonfinite_B, parts = self.sum_weight_B, self._nonfinite_B, self.roots.parts
+        assert weight_B is not None  # sum() asks for it
+        if parts is None or self._is_cut(name):
+            return weight_B, nonfinite_B
+        return parts.own(weight_B), None if nonfinite_B is None else parts.own(nonfinite_B)
+
     def sum(self, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""
         entries, waiting = self.entries.pop(name, []), self._waiting.pop(name, [])
         if self.sum_weight_B is None:
             return
+        weight_B, nonfinite_B = self._weights(name)
         for source, record in entries:
-            self._add_sum(name, source, record, self._nonfinite_B)
+            self._add_sum(name, source, record, weight_B, nonfinite_B)
         while waiting and self._offload is not None:
             source, away = waiting.pop(0)  # its memory is free after its sum
             record, differs = self._offload.fetch(away)
-            dead_B = self._nonfinite_B
+            dead_B = nonfinite_B
             if differs is not None:  # the norms are not those of these bits
-                dead_B = differs.expand_as(self.sum_weight_B) if dead_B is None else dead_B | differs
-            self._add_sum(name, source, record, dead_B)
+                dead_B = differs.expand_as(weight_B) if dead_B is None else dead_B | differs
+            self._add_sum(name, source, record, weight_B, dead_B)
 
-    def _add_sum(self, name: str, source: Source, record: Record, dead_B: Tensor | None) -> None:
+    def _add_sum(self, name: str, source: Source, record: Record, weight_B: Tensor, dead_B: Tensor | None) -> None:
         """Add the clipped sum of a record without the samples of the mask [B]."""
-        assert self.sum_weight_B is not None  # sum() asks for it
-        part = (record if dead_B is None else record.without(dead_B)).clipped_sum(self.sum_weight_B)
+        part = (record if dead_B is None else record.without(dead_B)).clipped_sum(weight_B)
         if source.label != name:
             part = pull_back(source, part, self.roots.placeholder(name))[name]
         self._sums[name] = self._sums[name] + part if name in self._sums else part
@@ -266,9 +277,9 @@ class GroupTape:
 
     def _sum_bundles(self) -> None:
         some, self._bundles = self._bundles, []
-        sum_weight_B, nonfinite_B = self.sum_weight_B, self._nonfinite_B
-        if sum_weight_B is None:
+        if self.sum_weight_B is None:
             return
         for bundle in some:
+            sum_weight_B, nonfinite_B = self._weights(next(iter(bundle.shapes)))
             finite = bundle if nonfinite_B is None else bundle.without(nonfinite_B)
             self._sums.update(finite.clipped_sums(sum_weight_B))

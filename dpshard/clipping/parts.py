@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Parts(Protocol):
-    """The ranks that hold the parts of one model; all of them see the same samples, in one order.
+    """The ranks that hold the parts of one model; all of them see the same samples, in one order, unless `of_samples`.
 
     [Note: Norms of parts]
     Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the ranks. Every rank has
@@ -17,6 +17,40 @@ class Parts(Protocol):
     SequenceParallel. A sample's factor is computed from a norm that is bitwise equal on all ranks, so what the ranks
     release is one vector, of at most the threshold's length.
     """
+
+    size: int
+    rank: int
+    """Number of the ranks, and this one among them."""
+
+    @property
+    def of_samples(self) -> bool:
+        """True if each rank has B samples of its own, whose rows meet the parts of parameters on all ranks.
+
+        Records of a part are of the W * B samples of all ranks, those of other parameters of the rank's own.
+        """
+        ...
+
+    def among_all(self, x_B: Tensor) -> Tensor:
+        """Return numbers [W * B] of all ranks' samples: `x_B` for the rank's own, else 0.
+
+        This and the next two return their argument if not `of_samples`.
+        """
+        ...
+
+    def own(self, x_B: Tensor) -> Tensor:
+        """Return the numbers [B] of the rank's own samples, from those of all."""
+        ...
+
+    def everyone(self, x_B: Tensor) -> Tensor:
+        """Return the numbers [W * B] of all ranks' samples, from each rank's own."""
+        ...
+
+    def meet(self, group: int) -> None:
+        """Raise LogicalBatchError if other ranks clip another group now; called before the norms of a group.
+
+        Ranks may differ in what runs if they send each other rows: an expert without rows, a branch.
+        """
+        ...
 
     def is_cut(self, name: str) -> bool:
         """Return True if the ranks hold parts of this parameter, False if each holds all of it."""

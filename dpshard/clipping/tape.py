@@ -246,6 +246,11 @@ class Tape:
     def _clip(self, indices: Sequence[int], stacks: Sequence[Stack]) -> None:
         """Fix the clip coefficients of groups, and sum their stacks."""
         clipper, keep = self.clipper, self.current is Pass.BOOK_KEEPING
+        parts, scale_B = clipper.roots.parts, self.scale_B
+        if parts is not None:
+            for index in indices:
+                parts.meet(index)
+            scale_B = parts.everyone(scale_B) if isinstance(scale_B, Tensor) else scale_B
         squares = {m: self.groups[index].norm_sq(keep=keep) for m, index in enumerate(indices)}
         own = {m: norm_sq_B for m, norm_sq_B in squares.items() if norm_sq_B is not None}
         place = {index: m for m, index in enumerate(indices)}
@@ -255,7 +260,7 @@ class Tape:
         if norm_sq_MB is None:
             return
         thresholds = [clipper.groups[index].threshold for index in indices]
-        scales = {"loss_scale": self.loss_scale, "scale_B": self.scale_B}
+        scales = {"loss_scale": self.loss_scale, "scale_B": scale_B}
         clipped = clip(norm_sq_MB, thresholds, clipper.function, **scales)
         for m in own:
             nonfinite_MB = clipped.nonfinite_MB
@@ -264,7 +269,8 @@ class Tape:
             self._sums.update(clipped.sums(stack, some))
         norms = clipped.norm_MB.unbind()
         for m in sorted({*own, *(m for some in rows for m in some)}):
-            clipper.sink.observe(clipper.groups[indices[m]], norms[m], self.is_padding_B)
+            norm_B = norms[m] if parts is None else parts.own(norms[m])
+            clipper.sink.observe(clipper.groups[indices[m]], norm_B, self.is_padding_B)
 
     def _stacks_of(self, anchor: int) -> list[Stack]:
         """Return the records of the uses that waited for an anchor; a use that met few others goes to its group."""

@@ -14,6 +14,7 @@ from dpshard.interception.batch_dims import Layout
 from dpshard.interception.call import Refusal
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.packed import TokenGrid
+from dpshard.interception.protocols import Exchange
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
 from dpshard.rules.call import Source
 
@@ -29,6 +30,7 @@ class Region:
     refusal: Refusal
     rows_per_unit: int
     grid: TokenGrid | None
+    exchange: Exchange | None = None
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -40,6 +42,7 @@ class Region:
             self.refusal,
             self.rows_per_unit,
             self.grid,
+            self.exchange,
         )
         self.entered = True
         self.slots.cut()

@@ -12,10 +12,11 @@ from dpshard.clipping.autograd_nodes import hold
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallLayout
 from dpshard.interception.placed import is_placed, placed_use
+from dpshard.interception.protocols import Exchange
 from dpshard.interception.slots import Slots
 from dpshard.records import PerSampleGrad, Record
 from dpshard.rules.call import BatchAxis, Build, Source, records_of
-from dpshard.rules.routed import at_samples
+from dpshard.rules.routed import at_samples, without_rows
 from dpshard.rules.torch_functions import Function
 
 Refusal = Callable[..., Exception]
@@ -38,6 +39,8 @@ class InterceptedCall:
     """Adjacent rows of a sample in the model's inputs."""
     samples: Tensor | None = None
     """Sample of every row [N] if rows are routed; the rule then takes each row for a sample."""
+    exchange: Exchange | None = None
+    """The ranks that send each other rows."""
     batch_size: int = field(init=False)
     output_axis: BatchAxis | None = field(init=False)
 
@@ -71,6 +74,14 @@ class InterceptedCall:
         use = Use(tuple(sources), build if self.samples is None else self._at_samples(sources, build, self.samples))
         return self.slots.tap(use, output, keep)
 
+    def tap_without_rows(self, output: Tensor) -> Tensor:
+        """Return `output`; its sources get empty records, because the norms of other ranks' rows need this rank."""
+        sources = tuple(self.sources[x] for x in self.tensors if x in self.sources)
+        count = self._recorded
+        return self.slots.tap(
+            Use(sources, lambda g: [without_rows(source, g, count) for source in sources]), output, ()
+        )
+
     def _placed_tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
         if self.slots.compiled or self.samples is not None:
             reason = (
@@ -90,17 +101,28 @@ class InterceptedCall:
                 advise=False,
             )
         use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)
-        (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self.slots.batch_size, *x.shape))
+        (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self._recorded, *x.shape))
         return copies if self.samples is None else copies[self.samples]
 
     def _at_samples(self, sources: Any, build: Build, sample_N: Tensor) -> Build:
         """Return `build` with records of routed rows assigned to their samples."""
-        B = self.slots.batch_size
+        B = self._recorded
 
         def at(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [at_samples(source, record, sample_N, B) for source, record in records_of(sources, build, tensors)]
 
         return at
+
+    @property
+    def _recorded(self) -> int:
+        """Number of samples in the records of this call."""
+        B = self.slots.batch_size
+        return B if self.exchange is None else self.exchange.count(B, self.roots)
+
+    @property
+    def roots(self) -> list[str]:
+        """Names of the parameters under its sources."""
+        return [name for x in self.tensors if x in self.sources for name in self.sources[x].roots]
 
     def has_met_no_constants(self) -> bool:
         """Return True if all sources derive from parameters only."""

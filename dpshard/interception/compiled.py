@@ -111,7 +111,14 @@ class CompiledRegions:
         made = mode.slots.region(rows)
         slots = PreallocatedSlots(mode.slots.batch_size, region.facts, made)
         inner = Region(
-            known.tensors, known.numbered, region.layout, slots, region.refusal, mode.rows_per_unit, mode.grid
+            known.tensors,
+            known.numbered,
+            region.layout,
+            slots,
+            region.refusal,
+            mode.rows_per_unit,
+            mode.grid,
+            mode.exchange,
         )
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
@@ -125,7 +132,7 @@ class CompiledRegions:
         for x in first:
             numbering.number(mode.sources[x])
         refusal = _renaming(mode.refusal, numbering)
-        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid)
+        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()

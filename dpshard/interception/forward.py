@@ -190,8 +190,9 @@ class Interception:
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):
             sources, refusal = self._parameters.trainable(), self._parameters.refusal
+            exchange = self._parameters.exchange
             grid = run.grid if isinstance(run, PackedRun) else None
-            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid)
+            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
             try:
                 with self._active.recorded(mode):
                     return call()

@@ -112,6 +112,7 @@ class Layouts:
                     self._parameters.trainable,
                     rows_per_unit=run.rows_per_unit,
                     verified=self._tells_order(run),
+                    exchange=self._parameters.exchange,
                 )
 
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.

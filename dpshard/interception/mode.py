@@ -14,7 +14,8 @@ from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
 from dpshard.interception.packed import NOT_BY_TOKEN, TokenGrid, replaced, writes_in_place
-from dpshard.interception.routed_calls import ONE_BY_ONE, with_routed_rows
+from dpshard.interception.protocols import Exchange
+from dpshard.interception.routed_calls import ONE_BY_ONE, with_places, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
 from dpshard.interception.slots import ANOTHER_COURSE, Slots
 from dpshard.interception.vmapped import Lifted, Vmapped, lift
@@ -64,12 +65,14 @@ class InterceptionMode(TorchFunctionMode):
         refusal: Refusal,
         rows_per_unit: int = 1,
         grid: TokenGrid | None = None,
+        exchange: Exchange | None = None,
     ) -> None:
         super().__init__()
         self._refusal = refusal
         self.grid = grid
         """Rows and tokens of a forward on packed rows, which needs no layout; None for any other."""
         self.rows_per_unit = rows_per_unit
+        self.exchange = exchange
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # the forward adds derived tensors
@@ -79,7 +82,9 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return a mode with the same sources and layout that records in `slots`."""
-        return InterceptionMode(self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid)
+        return InterceptionMode(
+            self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
+        )
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Add a gathered parameter to the sources; remove a frozen one."""
@@ -169,11 +174,13 @@ class InterceptionMode(TorchFunctionMode):
         call = InterceptedCall(
             func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal, self.rows_per_unit
         )
+        call.exchange = self.exchange
         routes = None if compiling else self._routing
         if layout.data_dependent or (routes is not None and not routes.idle):
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
-                return self._run_routed(call)
+                return self._run_routed(with_places(call))
+        call = with_places(call)
         result = self._rule(func, call)(call, *args, **kwargs)
         if routes is not None or (not compiling and func in STARTING):
             self.routing.follow(func, args, kwargs, result)
@@ -254,7 +261,7 @@ class InterceptionMode(TorchFunctionMode):
     def routing(self) -> Routing:
         """The routes of this forward, made when the first row is picked."""
         if self._routing is None:
-            self._routing = Routing(self.slots.batch_size, self._holds_samples)
+            self._routing = Routing(self.slots.batch_size, self._holds_samples, self.exchange)
         return self._routing
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
@@ -274,6 +281,8 @@ class InterceptionMode(TorchFunctionMode):
         else:
             args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
             result = func(*args, **kwargs)  # an expert without rows
+            if self.exchange is not None:
+                result = call.tap_without_rows(result)
         self.routing.follow(func, args, kwargs, result)
         if any(self.routing.samples(x) is None for x in outputs_of(result)):
             raise call.refuse(ONE_BY_ONE, advise=False)

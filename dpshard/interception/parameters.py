@@ -27,6 +27,7 @@ class TrainedParameters:
         self.temporary: set[str] = set()
         """Names of parameters that exist only while a module runs."""
         self.unshards = sharding.unshards
+        self.exchange = sharding.exchange
         self.refusal = functools.partial(refusal, model)
         self.by_name = {source.label: source for source in sources.values()}
         """The parameters as sources."""

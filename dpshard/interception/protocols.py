@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -38,8 +38,44 @@ class TapeProvider(Protocol):
         ...
 
 
+class Exchange(Protocol):
+    """Ranks that hold parts of one model, and send each other rows. They see the same samples, or each has its own."""
+
+    of_samples: bool
+    """See clipping.parts.Parts."""
+
+    def knows(self, group: str) -> bool:
+        """Return True if the group of this name has these ranks."""
+        ...
+
+    def exchanged(
+        self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
+    ) -> Tensor | None:
+        """Return the samples of the rows that arrive; None for rows that do not come home.
+
+        Each rank sends and receives so many rows to and from each. `of_samples`: numbers from B on are away from home.
+        """
+        ...
+
+    def count(self, batch_size: int, names: Collection[str]) -> int:
+        """Return the number of samples whose rows meet these parameters: of one rank, or of all."""
+        ...
+
+    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+        """Return the samples of rows as records of these parameters number them; None for rows that they cannot meet.
+
+        `sample_N`: None for rows that are not routed.
+        """
+        ...
+
+
 class ShardingHooks(Protocol):
     """A framework that may shard parameters."""
+
+    @property
+    def exchange(self) -> Exchange | None:
+        """The ranks that hold parts of the model; None if there are none."""
+        ...
 
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:

@@ -57,7 +57,8 @@ class Replay:
         for _ in range(ATTEMPTS):
             state.rewind(draws)
             sources, refusal = self.parameters.trainable(), self.parameters.refusal
-            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid)
+            exchange = self.parameters.exchange
+            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid, exchange)
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):

@@ -23,6 +23,11 @@ _ROUTED = (
 )
 _COMPILED = _ROUTED.format("torch.compile would fix their number, so leave it uncompiled")
 _SIDE_BY_SIDE = _ROUTED.format("its inputs hold rows of different samples side by side")
+_AWAY = (
+    "experts on several ranks meet rows of the samples of all of them, and other parameters those of the rank's own "
+    "samples. Send rows to the experts' ranks by all_to_all_single of torch.distributed._functional_collectives, "
+    "uncompiled, and home again before other parameters use them"
+)
 ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one")
 
 
@@ -43,8 +48,23 @@ def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall
     sample_N = routing.agreed(routed) if routed else None
     if sample_N is None or any(all(x is not y for y in routed) for x in expected):
         raise call.refuse(_SIDE_BY_SIDE, advise=False)
-    if routing.in_order(sample_N) and call.func in RULES:
+    none_here = call.exchange is not None and len(sample_N) == 0
+    if routing.in_order(sample_N) and call.func in RULES and not none_here:
         return replace(call, layout=call.layout.in_order())
     if call.output_axis is None or not call.output_axis.routed:
         raise call.refuse(ONE_BY_ONE, advise=False)
     return replace(call, samples=sample_N)
+
+
+def with_places(call: InterceptedCall) -> InterceptedCall:
+    """Return `call` with the numbers that its records give to the samples.
+
+    Raises UnsupportedParameterError for experts that meet the rank's own samples, and others that meet rows from afar.
+    """
+    exchange = call.exchange
+    if exchange is None or not exchange.of_samples:
+        return call
+    places = exchange.places(call.samples, call.slots.batch_size, call.roots)
+    if places is None and (call.samples is not None or exchange.count(1, call.roots) > 1):
+        raise call.refuse(_AWAY, advise=False)
+    return replace(call, samples=places)

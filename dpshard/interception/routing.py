@@ -12,6 +12,10 @@ Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then 
 Row (t, b) belongs to the sample of row b, sorted by length or not; padding returns rows to columns of one sample each.
 Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be permuted, packed, or
 read one step at a time; any other function loses them.
+
+[Note: Rows on other ranks]
+Ranks that hold parts of one model may send each other rows by all_to_all_single, as to experts on several ranks. The
+numbers of their samples, which are those of all these ranks, travel likewise. Other messages lose the rows.
 """
 
 from __future__ import annotations
@@ -24,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from dpshard.interception.protocols import Exchange
 from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
@@ -33,6 +38,7 @@ PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "un
 _SCATTERING = functions_named(["scatter_add", "scatter_add_"])
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"]) | _SCATTERING
 """Functions that write rows into their first argument at given numbers."""
+_REPLACING = functions_named(["index_copy", "index_copy_"]) | {Tensor.__setitem__}
 
 _SELECTING = functions_named(["index_select"])
 _CUTTING = functions_named(["split", "split_with_sizes", "chunk"])
@@ -40,16 +46,26 @@ _JOINING = functions_named(["cat", "concat", "concatenate"])
 _TRANSPOSING = functions_named(["transpose", "swapaxes", "swapdims", "permute"])
 _UNBINDING = functions_named(["unbind"])
 
+_SENDING = ("all_to_all_single",)
+_WAITING = ("wait_tensor", "_wrap_tensor_autograd")
+"""Functional collectives, by name: torch has packets and overloads of each, in several namespaces."""
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
 def picks(func: Function, args: Any) -> bool:
     """Return True if the data decides the number of output rows."""
-    if func in PICKING or func is PACK or (func is torch.where and len(args) == 1):
+    if func in PICKING or func is PACK or _collective(func) in _SENDING or (func is torch.where and len(args) == 1):
         return True
     index = args[1] if func is Tensor.__getitem__ else ()
     indices = index if isinstance(index, tuple) else (index,)
     return any(isinstance(i, Tensor) and i.dtype in (torch.bool, torch.uint8) for i in indices)
+
+
+def _collective(func: Function) -> str:
+    """Return the name of a functional collective, "" for other functions."""
+    packet = getattr(func, "overloadpacket", func)
+    name = getattr(packet, "_qualified_op_name", "")
+    return name.partition("::")[2] if name.startswith("_c10d_functional") else ""
 
 
 STARTING = PICKING | _SELECTING | {Tensor.__getitem__, torch.where, PACK, PAD}
@@ -110,6 +126,11 @@ def _targets(func: Function, index: Tensor) -> Tensor | None:
     return index[:, 0] if whole else None
 
 
+def _permutes(rows: Tensor, N: int) -> bool:
+    """Return True if every one of N rows is written once."""
+    return len(rows) == N and bool((torch.bincount(rows, minlength=N) == 1).all())
+
+
 def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
     rank = args[0].dim()
     given = [*args[1:], *kwargs.values()]
@@ -124,11 +145,18 @@ def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
 class Routing:
     """Follows routed rows through one forward."""
 
-    def __init__(self, batch_size: int, holds_samples: Callable[[Tensor, int, bool], bool]) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        holds_samples: Callable[[Tensor, int, bool], bool],
+        exchange: Exchange | None = None,
+    ) -> None:
         """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension 0 or 1 of `x`.
 
-        `read`: rows are read from `x`, so their order counts; otherwise rows are added to `x`.
+        `read`: rows are read from `x`, so their order counts; otherwise rows are added to `x`. `exchange`: see [Note:
+        Rows on other ranks].
         """
+        self._exchange = exchange
         self.batch_size = batch_size
         self.holds_samples = holds_samples
         # Weak keys do not keep dropped tensors alive.
@@ -175,6 +203,9 @@ class Routing:
         if func is PAD:
             self._pad(args, kwargs, *outputs)
             return
+        if name := _collective(func):
+            self._send(name, args, outputs)
+            return
         if indexed is not None:
             x, dim, rows, to_dim = indexed
             self._unplaced.append((x.shape[dim], rows))  # also where `holds_samples` raises
@@ -208,6 +239,23 @@ class Routing:
                 self._put(outputs, sample_N)
             elif sample_N is None or not self.in_order(sample_N):
                 self.lose(outputs)
+
+    def _send(self, name: str, args: Any, outputs: list[Tensor]) -> None:
+        """Give rows from other ranks their samples: see [Note: Rows on other ranks]."""
+        sample_N = self.samples(args[0]) if isinstance(args[0], Tensor) else None
+        if name in _WAITING:
+            if sample_N is not None:
+                self._put(outputs, sample_N)
+            elif self.lost(args[0]):
+                self.lose(outputs)
+        elif name in _SENDING and sample_N is not None and self._exchange and self._exchange.knows(args[3]):
+            arrived_R = self._exchange.exchanged(sample_N, args[1], args[2], self.batch_size)
+            if arrived_R is None:
+                self.lose(outputs)
+            else:
+                self._put(outputs, arrived_R)
+        elif sample_N is not None or self.lost(args[0]):
+            self.lose(outputs)
 
     def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
         """Give row b of step t the sample of row b: see [Note: Packed sequences]."""
@@ -277,8 +325,11 @@ class Routing:
             named = "src" if func in _SCATTERING else "source"
             base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, named)
             rows = _targets(func, rows) if argument(args, kwargs, 1, "dim") == 0 and rows is not None else None
-        home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         own = self.samples(source) if isinstance(source, Tensor) else None
+        if own is not None and rows is not None and func in _REPLACING and _permutes(rows, len(base)):
+            self._put(outputs, torch.empty_like(own).index_copy_(0, rows.to(own.device), own))
+            return
+        home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)
         if home is None or own is None or rows is None or not torch.equal(home[rows], own):
             self.lose(outputs)
         else:

@@ -49,6 +49,14 @@ def grouped_mm(
     return call.tap(output, (mat_a.to(output.dtype),), [source], build)
 
 
+def without_rows(source: Source, like: Tensor, batch_size: int) -> tuple[Source, Record]:
+    """Return the record of an expert that no row met."""
+    weight = source if source.slice_of is None else source.slice_of[0]
+    none = torch.zeros(0, dtype=torch.int64, device=like.device)
+    rows, cols = like.new_zeros(0, 1), like.new_zeros(0, (1, *weight.shape)[-1])
+    return weight, RoutedProduct(rows, cols, none, none, batch_size, torch.Size(weight.shape))
+
+
 def at_samples(source: Source, record: Record, sample_N: Tensor, batch_size: int) -> tuple[Source, Record]:
     """Assign the record of N rows, treated as samples, to the rows' samples."""
     record = of_samples(record, sample_N, batch_size)

@@ -94,14 +94,24 @@ def check_gradients(
         found = Found(clipper.roots)
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
-        output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
+        with bench.verdict.forward():
+            output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
         differentiate(size * objective(output, chosen), twin.differentiated())
         del output
         parts = clipper.roots.parts
-        singles = [sketched_gradients(size * objective(bench.plain([i]), [i]), plain, parts) for i in chosen]
-        watched = [i != outlier for i in chosen]
+        turns, norms = [1.0], found.norms
+        if parts is not None and parts.of_samples:
+            # Experts meet samples of all ranks, so each rank's samples have their turn.
+            turns = [float(rank == parts.rank) for rank in range(parts.size)]
+            norms = {i: parts.everyone(norm_B) for i, norm_B in sorted(norms.items())}
+        singles = [
+            sketched_gradients(turn * size * objective(bench.plain([i]), [i]), plain, parts)
+            for turn in turns
+            for i in chosen
+        ]
+        watched = [i != outlier for i in chosen] * len(turns)
         check_norms_and_sums(
-            found.sums, singles, found.norms, clipper, parameters, half=bench.half, watched=watched, size=size
+            found.sums, singles, norms, clipper, parameters, half=bench.half, watched=watched, size=size
         )
 
 

@@ -146,8 +146,10 @@ class Verifier:
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
         else:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
-        with sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            bench = Bench(replay, state, run, loss, self._mean, chosen, draws[0][0])
+        apart = sharding.parts is not None and sharding.parts.of_samples
+        verdict = Verdict(self._ranks if apart else None)
+        with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+            bench = Bench(replay, state, run, loss, self._mean, chosen, draws[0][0], verdict=verdict)
             (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
             bench.kept = rows_kept(kept, kept_alone, len(chosen))
             shapes = (

@@ -52,7 +52,7 @@ def _of_ranks(parallelism: Any) -> dict[str, bool]:
             parallelism.context_parallel_degree > 1
             and max(parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree) > 1
         ),
-        "expert_parallel_degree: tokens reach the experts without their documents. Leave it at 1.": (
+        "expert_parallel_degree: experts on several ranks are not supported under FSDP2. Leave it at 1.": (
             parallelism.expert_parallel_degree > 1
         ),
         f"spmd_backend={parallelism.spmd_backend!r} hands parts of parameters to the model as plain tensors, so the "

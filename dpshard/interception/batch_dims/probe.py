@@ -24,6 +24,7 @@ from dpshard.interception.batch_dims.axes import (
 )
 from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
 from dpshard.interception.determinism import DeterministicForward
+from dpshard.interception.protocols import Exchange
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
 from dpshard.interception.vmapped import lift, transforms_are_active
 from dpshard.rules import COMPOSITES
@@ -134,7 +135,13 @@ class _Made:
 class _SecondRun(_Compared):
     """Compares every call with the first run's; notes the layout of calls that use parameters."""
 
-    def __init__(self, first: list[_Shapes], sizes: tuple[int, int], sources: dict[Tensor, Source]) -> None:
+    def __init__(
+        self,
+        first: list[_Shapes],
+        sizes: tuple[int, int],
+        sources: dict[Tensor, Source],
+        exchange: Exchange | None,
+    ) -> None:
         super().__init__()
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
@@ -143,7 +150,7 @@ class _SecondRun(_Compared):
         self._silent: int | None = 0  # see Doubt.silent
         self.apart = False
         """True if a call had other arguments than in the first run, such as one per sample."""
-        self.routing = Routing(sizes[1], self._holds_samples)
+        self.routing = Routing(sizes[1], self._holds_samples, exchange)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the call and note its layout."""
@@ -296,17 +303,19 @@ def find_layout(
     *,
     rows_per_unit: int = 1,
     verified: bool = True,
+    exchange: Exchange | None = None,
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `rows_per_unit`: adjacent rows of a sample in the model's inputs. `verified`: verification follows.
+    `rows_per_unit`: adjacent rows of a sample in the model's inputs. `verified`: verification follows. `exchange`: the
+    ranks that send each other rows.
 
     Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
     """
     first = _FirstRun()
     with first:
         run(sizes[0])
-    second = _SecondRun(first.calls, sizes, sources())  # the first run gathers sharded parameters
+    second = _SecondRun(first.calls, sizes, sources(), exchange)  # the first run gathers sharded parameters
     with second:
         run(sizes[1])
     if second.doubts:

@@ -1,0 +1,130 @@
+"""Experts on several ranks, which each have samples of their own: rows go to the experts' ranks, and come home.
+
+[Note: Rows of other ranks' samples]
+Each of W ranks has B samples. An expert meets rows of all W * B. Its records, norms and factors are of all of them;
+those of other parameters are of the rank's own B. Squared norms add up over the ranks, because the gradient of a sample
+has other elements on each. So all ranks get the same norms [W * B], and the same factors. The sum of an expert's
+clipped gradients is complete on its rank: nothing is reduced. The sums of other parameters are reduced over the ranks,
+as those of replicas.
+
+Rows that set out get the numbers of their samples plus (rank + 1) * B, so that no function takes them for own rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.model_parts import SAMPLES, DeclaredParts, ModelParts, kinds_of
+from dpshard.errors import ConfigurationError, LogicalBatchError
+
+
+def are_experts(told: DeclaredParts) -> bool:
+    """Return True if the user tells of experts that meet samples of several ranks."""
+    return SAMPLES in told[1].values()
+
+
+class ExpertParts(ModelParts):
+    """The ranks that hold experts, which are the ranks that share the data."""
+
+    of_samples = True
+
+    @classmethod
+    def told(cls, told: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ExpertParts:
+        """Return the parts that a user tells: 0 for the parameters of experts, "samples" for all others."""
+        group, kinds = told
+        if wrong := [kind for kind in kinds.values() if kind not in (0, SAMPLES) or isinstance(kind, bool)]:
+            raise ConfigurationError(
+                f"model_parallel_parts gives {wrong[0]!r} beside 'samples': with samples of its own on every rank, "
+                f"give 0 for the parameters of experts, [experts of the rank, ...], and 'samples' for all others."
+            )
+        known = {pattern: "same" if kind == SAMPLES else kind for pattern, kind in kinds.items()}
+        cut, _ = kinds_of(known, {name: p.shape for name, p in parameters.items()})
+        half = [name for name in cut if parameters[name].dtype in (torch.float16, torch.bfloat16)]
+        if half:
+            raise ConfigurationError(
+                f"{half[0]} is in half precision, which experts on several ranks do not support. Keep it in float32, "
+                f"and use torch.autocast."
+            )
+        return cls(group, device, cut)
+
+    @property
+    def in_terms(self) -> bool:
+        """True: a rank does not see all samples, so only engine.batches gives all ranks equally many."""
+        return True
+
+    def note_inputs(self, inputs: Iterable[Tensor]) -> None:
+        """Do nothing: each rank has inputs of its own."""
+
+    # --- numbers of samples ----------------------------------------------------------------------------------------
+
+    def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
+        """See Parts: both are of this rank's elements, or samples, alone."""
+        return self.over_ranks(cut_B + whole_B)
+
+    def among_all(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        all_B = x_B.new_zeros(self.size, len(x_B))
+        all_B[self.rank] = x_B
+        return all_B.view(-1)
+
+    def own(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        return x_B.view(self.size, -1)[self.rank]
+
+    def everyone(self, x_B: Tensor) -> Tensor:
+        """See Parts."""
+        return self.gather(x_B).view(-1)
+
+    # --- rows --------------------------------------------------------------------------------------------------------
+
+    def exchanged(
+        self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
+    ) -> Tensor | None:
+        """See Exchange: rows set out with numbers below B, and come home with others."""
+        arrived = self._sent(sample_N, received, sent)
+        sizes = self.gather(torch.tensor([batch_size], device=self.device)).view(-1)
+        if bool((sizes != batch_size).any()):
+            raise LogicalBatchError(
+                f"Ranks that send each other rows have {sizes.tolist()} samples. Take the micro-batches from "
+                f"engine.batches(...), which gives all ranks equally many."
+            )
+        if bool((arrived < batch_size).all()):
+            source = torch.arange(self.size, device=self.device)
+            times = torch.tensor(list(received), device=self.device)
+            return arrived + (source.repeat_interleave(times) + 1) * batch_size
+        home = arrived - (self.rank + 1) * batch_size
+        return home if bool(((home >= 0) & (home < batch_size)).all()) else None
+
+    def count(self, batch_size: int, names: Collection[str]) -> int:
+        """See Exchange."""
+        return batch_size * self.size if any(map(self.is_cut, names)) else batch_size
+
+    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+        """See Exchange."""
+        of_experts = {self.is_cut(name) for name in names}
+        if of_experts == {False}:
+            return sample_N if sample_N is None or bool((sample_N < batch_size).all()) else None
+        away = sample_N is not None and of_experts == {True} and bool((sample_N >= batch_size).all())
+        return sample_N - batch_size if away and sample_N is not None else None
+
+
+class ExpertRanks:
+    """All ranks, which share the data, and hold experts of their own. Raises ConfigurationError for other groups."""
+
+    def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
+        ranks = torch.distributed.get_process_group_ranks
+        if data.group is None or ranks(data.group) != ranks(parts.group) or parts.size != everyone.world_size:
+            raise ConfigurationError(
+                f"Experts lie on {parts.size} ranks, {data.world_size} ranks share the data, and there are "
+                f"{everyone.world_size}: today all of these must be the same ranks. Give model_parallel_group the "
+                f"process group of DistributedDataParallel."
+            )
+
+    def whole(self, ranks_WL: Tensor) -> Tensor:
+        """Return the digests [W, L] of all sums, from those of experts and of reduced sums, [W, 2 L + 1]."""
+        experts_WL, reduced_WL = ranks_WL[:, :-1].chunk(2, 1)
+        return experts_WL.sum(0) + reduced_WL
