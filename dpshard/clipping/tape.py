@@ -25,7 +25,7 @@ from dpshard.clipping.group_tape import GroupTape, Roots
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.owed_backwards import HALFWAY, OwedBackwards
 from dpshard.clipping.region import RegionPlan, Row, plan_region
-from dpshard.clipping.stacks import Stack, Stacks, recipe_to_join
+from dpshard.clipping.stacks import FEWEST, Stack, Stacks, recipe_to_join
 from dpshard.clipping.uses import Use
 from dpshard.config import Execution
 from dpshard.errors import LogicalBatchError
@@ -203,14 +203,16 @@ class Tape:
         `tensors`: of one use, or of a row of uses.
         """
         clipper = self.clipper
-        if self.owners is not None or self.current is not Pass.BOOK_KEEPING or not clipper.joins_uses:
+        if self.owners is not None or self.current is not Pass.BOOK_KEEPING or not clipper.joining:
+            return False
+        anchors = clipper.anchors_of([source for use in uses for source in use.sources])
+        if len(anchors) > 1 or anchors[0] not in clipper.joining:
             return False
         recipe = recipe_to_join(uses[0], tensors, clipper.sources, len(uses))
         if recipe is None:
             return False
         names = [source.label for use in uses for source in use.sources]
-        anchors = clipper.anchors_of([source for use in uses for source in use.sources])
-        if len(anchors) > 1 or not all(self._group(name).is_only_use(name) for name in names):
+        if not all(self._group(name).is_only_use(name) for name in names):
             return False
         (anchor,) = anchors
         if anchor not in self._stacks:
@@ -363,8 +365,9 @@ class Clipper:
         self.sources = {name: roots.source(name) for name in roots.shapes}
         self.function = function
         self.execution = execution
-        self.joins_uses = roots.parts is None and execution.records_on_device is None
-        """True if small uses may wait for others; see [Note: Uses with equal recipes]."""
+        joins = roots.parts is None and execution.records_on_device is None
+        self.joining = {i for i, names in enumerate(self.anchors) if joins and len(names) >= FEWEST}
+        """Anchors for which small uses may wait for others; see [Note: Uses with equal recipes]."""
         self.sink = sink
         keep = execution.records_on_device
         self.offload = None if keep is None else Offload(keep)
