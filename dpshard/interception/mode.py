@@ -180,7 +180,8 @@ class InterceptionMode(TorchFunctionMode):
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
                 return self._run_routed(with_places(call))
-        call = with_places(call)
+        if self.exchange is not None:
+            call = with_places(call)
         result = self._rule(func, call)(call, *args, **kwargs)
         if routes is not None or (not compiling and func in STARTING):
             self.routing.follow(func, args, kwargs, result)
