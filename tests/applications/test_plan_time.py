@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 from dpshard.applications.planner import Clipping, Estimate, Plan, Setup, Transformer
+from dpshard.applications.planner.counts import PARTS
 from dpshard.applications.planner.frontier import Means, frontier, parse_means
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.meter import PARTS
 from dpshard.applications.planner.run_cost import Run, best_run_cost, run_cost
 from dpshard.applications.planner.simulation import simulated
 from dpshard.applications.planner.timeline import Event, parallel_share, replay, scaled, spread

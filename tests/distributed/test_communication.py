@@ -16,7 +16,7 @@ from dataclasses import replace
 import pytest
 
 from dpshard.applications.planner import Clipping, Setup, Transformer
-from dpshard.applications.planner.meter import Traffic
+from dpshard.applications.planner.counts import Traffic
 from dpshard.applications.planner.simulation import Simulation, simulated
 from dpshard.applications.planner.timeline import Event
 from dpshard.interception.rows.doubts import Doubt

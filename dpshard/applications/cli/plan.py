@@ -101,7 +101,7 @@ def parse_clipping(text: str) -> tuple[str, str]:
 
 
 def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Sequence[str], seconds: float) -> None:
-    from dpshard.applications.planner.meter import PARTS
+    from dpshard.applications.planner.counts import PARTS
 
     setup = plan.setup
     precision = "bfloat16, reduced in float32" if setup.precision == "bf16" else "float32"
@@ -189,7 +189,7 @@ def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any
 
 def draw(plan: Plan, path: Path) -> None:
     """Draw peak memory by part, and FLOPs, of every step."""
-    from dpshard.applications.planner.meter import PARTS
+    from dpshard.applications.planner.counts import PARTS
 
     estimates = plan.estimates[::-1]
     labels = [estimate.label for estimate in estimates]

@@ -77,7 +77,7 @@ def assumptions(hardware: Hardware) -> str:
 
 def advice(plan: Plan, hardware: Hardware) -> list[str]:
     """Return sentences about time: where the network binds, what offloading costs, how the run scales."""
-    from dpshard.applications.planner.meter import RECORDS
+    from dpshard.applications.planner.counts import RECORDS
     from dpshard.applications.planner.timeline import parallel_share
 
     said: dict[str, list[str]] = {}

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from dpshard.applications.planner.counts import RECORDS
 from dpshard.applications.planner.estimates import GIB, Estimate, Plan
-from dpshard.applications.planner.meter import RECORDS
 
 HEAVY = 0.2
 """Share of the peak above which the advice mentions records."""

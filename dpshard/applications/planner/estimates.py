@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from dpshard.applications.planner.counts import RECORDS, Counts, Traffic
+from dpshard.applications.planner.depth import rank_of
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.meter import RECORDS, Counts, Traffic
-from dpshard.applications.planner.simulation import Clipping, Setup, simulated
+from dpshard.applications.planner.simulation import Clipping, Setup, fake_ranks
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
 from dpshard.config import check_positive, is_count
 from dpshard.errors import ConfigurationError
@@ -156,12 +157,13 @@ def make_plan(
         limit = round(gpu_memory * GIB)
     estimates = []
     report("building the model")
-    with simulated(setup) as simulation:
+    with fake_ranks(setup):
+        simulation = rank_of(setup)
         for clipping in (None, *clippings):
             empty = Estimate(clipping, 0, {}, {})
             report(f"{empty.label}, micro-batch {micro_batch}")
             counts = simulation.count(clipping, micro_batch)
-            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts(), events=tuple(counts.events))
+            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts(), events=counts.events)
             if limit is not None:
                 tried = {micro_batch: counts}
 
@@ -176,7 +178,7 @@ def make_plan(
                     return tried[batch].peak
 
                 largest = largest_micro_batch(peak, limit, (micro_batch, found.peak))
-                events = tuple(tried[largest].events) if largest else ()
+                events = tried[largest].events if largest else ()
                 found = replace(found, largest_micro_batch=largest, largest_events=events)
             estimates.append(found)
         return Plan(

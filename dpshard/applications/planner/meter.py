@@ -9,9 +9,7 @@ weaken a check in training.
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,17 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpshard.applications.flops import FORMULAS
+from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETERS, RECORDS, Counts, MemoryLog, Storage
 from dpshard.applications.planner.timeline import Event
 from dpshard.errors import ConfigurationError
-
-PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
-ACTIVATIONS, RECORDS = "activations", "records"
-PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
-"""Parts of memory.
-
-parameters: shards and gathered parameters; optimizer: its states; gradients: of parameters, whole and sharded, with
-reduction buffers; records: tensors kept from a layer's backward for the clipped sum; activations: all others.
-"""
 
 _aten, _c10d = torch.ops.aten, torch.ops.c10d
 
@@ -59,50 +49,6 @@ class UnreadValues(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@dataclass(frozen=True, slots=True)
-class Traffic:
-    """Collectives of one kind and dtype in a step of one rank."""
-
-    calls: int
-    nbytes: int
-    """Bytes of whole tensors (gathered, before the scatter, or reduced), over all calls."""
-
-
-@dataclass(slots=True)
-class _Storage:
-    nbytes: int
-    part: str
-    recorded: int | None = None
-    """Time at which it became a record."""
-    reference: weakref.ref[Any] | None = None
-
-
-@dataclass(slots=True)
-class Counts:
-    """Costs of one step."""
-
-    flops: int = 0
-    calls: Counter[tuple[str, str]] = field(default_factory=Counter)
-    nbytes: Counter[tuple[str, str]] = field(default_factory=Counter)
-    peak: int = 0
-    at_peak: list[_Storage] = field(default_factory=list)
-    time_of_peak: int = 0
-    events: list[Event] = field(default_factory=list)
-    """Products and collectives in their order; see timeline.py."""
-
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Return collectives by (kind, dtype)."""
-        return {key: Traffic(self.calls[key], self.nbytes[key]) for key in sorted(self.calls)}
-
-    def parts(self) -> dict[str, int]:
-        """Return bytes by part at peak memory."""
-        found: dict[str, int] = dict.fromkeys(PARTS, 0)
-        for storage in self.at_peak:
-            was_record = storage.recorded is not None and storage.recorded <= self.time_of_peak
-            found[RECORDS if was_record else storage.part] += storage.nbytes
-        return found
-
-
 class Meter(TorchDispatchMode):
     """A mode that counts operations on tensors of one fake mode; enter it before you build the model."""
 
@@ -112,15 +58,23 @@ class Meter(TorchDispatchMode):
         self.phase = "forward"
         self.waited: list[int] = []
         """Ranks whose collectives products wait for."""
-        self.counts = Counts()
-        self._live: dict[int, _Storage] = {}
-        self._total = 0
-        self._time = 0
+        self._events: list[Event] = []
+        self._log = MemoryLog()
+        self._live: dict[int, Storage] = {}
+
+    @property
+    def counts(self) -> Counts:
+        """Counts since the last restart."""
+        return Counts((*self._events, Event(self.phase)), *self._log.read())
 
     def restart(self) -> None:
         """Reset the counts."""
-        self.counts = Counts()
-        self._note_peak()
+        self._events = []
+        self._log.restart(list(self._live.values()))
+
+    def _add(self, event: Event) -> None:
+        self._events.append(event)
+        self._log.event()
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
         """Set the part of `tensors`; an activation becomes a record from now on."""
@@ -132,7 +86,7 @@ class Meter(TorchDispatchMode):
             if part != RECORDS:
                 storage.part = part
             elif storage.recorded is None and storage.part == ACTIVATIONS:
-                storage.recorded = self._time
+                self._log.record(storage)
 
     # --- dispatch -----------------------------------------------------------------------------------------------------
 
@@ -141,30 +95,20 @@ class Meter(TorchDispatchMode):
             return NotImplemented
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        self._time += 1
         if func.namespace in ("c10d", "_c10d_functional"):
             self._count_collective(func, args, result)
         formula = FORMULAS.get(func._overloadpacket)
         outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
-        # DTensor's sharding propagation runs in another fake mode, on global shapes.
         if formula is not None and outputs:
-            self._count_products(formula(*args, **kwargs, out_val=result))
+            self._add(Event(self.phase, formula(*args, **kwargs, out_val=result)))
         for x in outputs:
             self._find(x.untyped_storage(), ACTIVATIONS)
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.label(kwargs["out"], PARAMETERS)
-            self.counts.events.append(Event(self.phase, kind="use"))
+            self._add(Event(self.phase, kind="use"))
         elif func is torch.ops.fsdp.chunk_cat.default:
             self.label([*args[0], kwargs["out"]] if args else [*kwargs["tensors"], kwargs["out"]], GRADIENTS)
         return result
-
-    def _count_products(self, flops: int) -> None:
-        self.counts.flops += flops
-        events = self.counts.events
-        if events and events[-1].phase == self.phase and not events[-1].kind:
-            events[-1].flops += flops
-        else:
-            events.append(Event(self.phase, flops))
 
     def _count_collective(self, func: Any, args: Any, result: Any) -> None:
         name = func._schema.name.partition("::")[2].lstrip("_")
@@ -178,15 +122,13 @@ class Meter(TorchDispatchMode):
         # The larger of inputs and outputs is the whole tensor.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
         tensors = [x for side in sides for x in side]
-        key = (kind, str(tensors[0].dtype).removeprefix("torch."))
-        self.counts.calls[key] += 1
         nbytes = max(sum(x.numel() * x.element_size() for x in side) for side in sides)
-        self.counts.nbytes[key] += nbytes
         members = dist.get_process_group_ranks(_group(args))
-        self.counts.events.append(
+        self._add(
             Event(
                 self.phase,
                 kind=kind,
+                dtype=str(tensors[0].dtype).removeprefix("torch."),
                 nbytes=nbytes,
                 ranks=len(members),
                 within_node=members[0] // self.node == members[-1] // self.node,
@@ -206,9 +148,8 @@ class Meter(TorchDispatchMode):
             result = resize(storage, nbytes)
             known = meter._live.get(storage._cdata)
             if known is not None:
-                meter._total += nbytes - known.nbytes
+                meter._log.add(known, nbytes - known.nbytes)
                 known.nbytes = nbytes
-                meter._note_peak()
             return result
 
         torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
@@ -221,29 +162,23 @@ class Meter(TorchDispatchMode):
     def _is_ours(self, x: Any) -> bool:
         return isinstance(x, FakeTensor) and x.fake_mode is self.fake
 
-    def _find(self, storage: torch.UntypedStorage, part: str) -> _Storage:
+    def _find(self, storage: torch.UntypedStorage, part: str) -> Storage:
         key = storage._cdata
         known = self._live.get(key)
         if known is not None and known.reference is not None and known.reference() is not None:
             return known
         if known is not None:
             self._forget(key, known)
-        new = _Storage(storage.nbytes(), part)
+        new = Storage(storage.nbytes(), part)
         new.reference = weakref.ref(storage, lambda _: self._forget(key, new))
         self._live[key] = new
-        self._total += new.nbytes
-        self._note_peak()
+        self._log.add(new, new.nbytes)
         return new
 
-    def _forget(self, key: int, storage: _Storage) -> None:
+    def _forget(self, key: int, storage: Storage) -> None:
         if self._live.get(key) is storage:
             del self._live[key]
-            self._total -= storage.nbytes
-
-    def _note_peak(self) -> None:
-        if self._total > self.counts.peak:
-            self.counts.peak, self.counts.time_of_peak = self._total, self._time
-            self.counts.at_peak = list(self._live.values())
+            self._log.add(storage, -storage.nbytes)
 
 
 def _group(args: Any) -> Any:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor._op_schema import OpSchema
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -116,16 +118,22 @@ def grids_unasked() -> Iterator[None]:
 
 
 @contextmanager
-def meshes_outside() -> Iterator[None]:
-    """Let FSDP join meshes outside of the fake mode, because it reads their ranks."""
-    join = DeviceMesh._concatenate
+def outside_of_modes() -> Iterator[None]:
+    """Let FSDP join meshes, whose ranks it reads, and DTensor infer shapes, by global operations, unseen by modes."""
+    join, infer = DeviceMesh._concatenate, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def joined(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
         with _disable_current_modes():
             return join(device_mesh_list)
 
+    def inferred(self: ShardingPropagator, op_schema: OpSchema) -> Any:
+        with _disable_current_modes():
+            return infer(self, op_schema)
+
     DeviceMesh._concatenate = staticmethod(joined)
+    ShardingPropagator._propagate_tensor_meta_non_cached = inferred
     try:
         yield
     finally:
         DeviceMesh._concatenate = staticmethod(join)
+        ShardingPropagator._propagate_tensor_meta_non_cached = infer

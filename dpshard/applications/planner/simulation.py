@@ -26,9 +26,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.data import Dataset
 
-from dpshard.applications.planner.meter import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts, Meter, UnreadValues
+from dpshard.applications.planner.counts import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts
+from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import Subject, Transformer, build
-from dpshard.applications.planner.parallel import cut_model, grids_unasked, meshes_outside
+from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes
 from dpshard.clipping.tape import Tape, Use
 from dpshard.config import parse_clipping_mode
 from dpshard.engine import PrivacyEngine
@@ -86,7 +87,14 @@ class Clipping:
 
 @contextmanager
 def simulated(setup: Setup) -> Iterator[Simulation]:
-    """Yield a simulation of one rank.
+    """Yield a simulation of one rank. Raises what `fake_ranks` raises."""
+    with fake_ranks(setup):
+        yield Simulation(setup)
+
+
+@contextmanager
+def fake_ranks(setup: Setup) -> Iterator[None]:
+    """Make a process group that sends nothing, within which simulations live.
 
     Raises ConfigurationError if a process group exists, or the mesh does not divide the ranks.
     """
@@ -94,12 +102,11 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
     _check_mesh(setup)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
-    fake = FakeTensorMode(allow_non_fake_inputs=True)
     gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), outside_of_modes():
             warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches
-            yield Simulation(setup, fake, Meter(fake, setup.node))
+            yield
     finally:
         gc.unfreeze()
         dist.destroy_process_group()
@@ -118,9 +125,11 @@ def _check_mesh(setup: Setup) -> None:
 
 
 class Simulation:
-    """One rank with its sharded model and optimizer."""
+    """One rank with its sharded model and optimizer, within `fake_ranks`."""
 
-    def __init__(self, setup: Setup, fake: FakeTensorMode, meter: Meter) -> None:
+    def __init__(self, setup: Setup) -> None:
+        fake = FakeTensorMode(allow_non_fake_inputs=True)
+        meter = Meter(fake, setup.node)
         self.setup, self.fake, self.meter = setup, fake, meter
         self._stepped = False  # the optimizer has its states
         self._layouts: dict[Any, Layout] = {}  # shared by all engines
@@ -130,7 +139,7 @@ class Simulation:
         sharded_over = (
             mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
         )
-        with fake, UnreadValues(), meter, meshes_outside():
+        with fake, UnreadValues(), meter:
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())
             if setup.tp * setup.cp > 1:

@@ -32,6 +32,8 @@ class Event:
     flops: int = 0
     kind: str = ""
     """"all-gather", "reduce-scatter", "all-reduce", "broadcast", or "use" of what was gathered; "" for products."""
+    dtype: str = ""
+    """Of a collective's tensors."""
     nbytes: int = 0
     ranks: int = 1
     within_node: bool = True

@@ -1,0 +1,134 @@
+"""Counts of one step: its products and collectives in their order, and the memory between them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from dpshard.applications.planner.timeline import Event
+
+PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
+ACTIVATIONS, RECORDS = "activations", "records"
+PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
+"""Parts of memory.
+
+parameters: shards and gathered parameters; optimizer: its states; gradients: of parameters, whole and sharded, with
+reduction buffers; records: tensors kept from a layer's backward for the clipped sum; activations: all others.
+"""
+
+Bytes = tuple[int, ...]
+"""Bytes by part, in the order of PARTS."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Collectives of one kind and dtype in a step of one rank."""
+
+    calls: int
+    nbytes: int
+    """Bytes of whole tensors (gathered, before the scatter, or reduced), over all calls."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Costs of one step."""
+
+    events: tuple[Event, ...]
+    """Products and collectives in their order; see timeline.py."""
+    peaks: tuple[Bytes, ...]
+    """Most memory between each event and the one before it; an extrapolation adds others."""
+    ends: tuple[Bytes, ...]
+    """Memory at each event."""
+
+    @property
+    def flops(self) -> int:
+        """Operations of products."""
+        return sum(event.flops for event in self.events)
+
+    @property
+    def peak(self) -> int:
+        """Peak memory in bytes."""
+        return max(map(sum, self.peaks))
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return collectives by (kind, dtype)."""
+        found: dict[tuple[str, str], Traffic] = {}
+        for event in self.events:
+            if event.dtype:
+                key = event.kind, event.dtype
+                before = found.get(key, Traffic(0, 0))
+                found[key] = Traffic(before.calls + 1, before.nbytes + event.nbytes)
+        return dict(sorted(found.items()))
+
+    def parts(self) -> dict[str, int]:
+        """Return bytes by part at peak memory."""
+        return dict(zip(PARTS, max(self.peaks, key=sum), strict=True))
+
+
+@dataclass(slots=True)
+class Storage:
+    """Memory of a tensor."""
+
+    nbytes: int
+    part: str
+    recorded: int | None = None
+    """Place in the log at which it became a record."""
+    reference: weakref.ref[Any] | None = None
+
+
+@dataclass(slots=True)
+class MemoryLog:
+    """Births, growth and deaths of storages between events.
+
+    The part of a storage may become known after the peak, so the log is read at the end.
+    """
+
+    entries: list[tuple[Storage | None, int]] = field(default_factory=list)
+    """A storage and its additional bytes; None is an event."""
+
+    def restart(self, live: Iterable[Storage]) -> None:
+        """Begin anew with the storages that live now."""
+        self.entries = []
+        for storage in live:
+            storage.recorded = storage.recorded if storage.recorded is None else -1
+            self.entries.append((storage, storage.nbytes))
+
+    def add(self, storage: Storage, nbytes: int) -> None:
+        """Note that a storage grew by so many bytes."""
+        self.entries.append((storage, nbytes))
+
+    def record(self, storage: Storage) -> None:
+        """Note that a storage is a record from now on."""
+        storage.recorded = len(self.entries)
+        self.entries.append((storage, 0))
+
+    def event(self) -> None:
+        """Note an event."""
+        self.entries.append((None, 0))
+
+    def read(self) -> tuple[tuple[Bytes, ...], tuple[Bytes, ...]]:
+        """Return Counts.peaks and Counts.ends; the last stretch ends now."""
+        sizes: dict[int, int] = {}
+        now = dict.fromkeys(PARTS, 0)
+        total, most = 0, -1
+        best: Bytes = ()
+        peaks, ends = [], []
+        for place, (storage, nbytes) in enumerate([*self.entries, (None, 0)]):
+            if storage is None:
+                peaks.append(best)
+                best, most = tuple(now.values()), total
+                ends.append(best)
+                continue
+            held = sizes.get(id(storage), 0)
+            sizes[id(storage)] = held + nbytes
+            if storage.recorded == place:
+                now[storage.part] -= held
+                now[RECORDS] += held
+            was_record = storage.recorded is not None and storage.recorded <= place
+            now[RECORDS if was_record else storage.part] += nbytes
+            total += nbytes
+            if total > most:
+                best, most = tuple(now.values()), total
+        return tuple(peaks), tuple(ends)

@@ -1,0 +1,108 @@
+"""Counts of a step with many equal pieces, from counts of two steps with few.
+
+[Note: Extrapolation]
+Every block of a model adds the same events, and so does every micro-batch. Two counts, one piece apart, show which
+events a piece adds, and where. Repeated, they give the events of any number of pieces. All other events stay, or grow
+linearly (the messages of `engine.metrics()`).
+
+Memory at a place of the step is linear, too, if that place is counted from the first piece or from the last. So the
+added piece is taken twice: once to stand near the first of its equals, and once near the last. The pieces at both ends
+are followed by themselves, because FSDP gathers one unit ahead and holds less there. Batches that the release makes of
+small tensors, up to 32 MiB, are taken to grow on: the peak of an update may be too large by them, never too small.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from difflib import SequenceMatcher
+
+from dpshard.applications.planner.counts import Bytes, Counts
+from dpshard.applications.planner.timeline import Event
+
+Key = tuple[object, ...]
+Span = tuple[int, int]
+"""Begin and end of an added piece."""
+
+
+def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:
+    """Return counts with `pieces` pieces more than `few`, where `more` has one more.
+
+    None if they differ by something else than added events: small sums of several blocks are computed together, say.
+    """
+    known, keys = _keys(few.events, more.events)
+    added = [
+        (j, end)
+        for kind, _, _, j, end in SequenceMatcher(None, known, keys, autojunk=False).get_opcodes()
+        if kind == "insert"
+    ]
+    if [key for at, key in enumerate(keys) if not any(j <= at < end for j, end in added)] != known:
+        return None
+    events: list[Event] = []
+    peaks: list[Bytes] = []
+    ends: list[Bytes] = []
+    for last in (False, True):
+        events, ends = [], []
+        for a, b, span in _pairs(_slid(added, keys, last=last), len(keys)):
+            if span is not None:
+                copies = slice(*span)
+                events += list(more.events[copies]) * pieces
+                ends += list(more.ends[copies]) * pieces
+            events.append(_event(few.events[a], more.events[b], pieces))
+            ends.append(_line(few.ends[a], more.ends[b], pieces))
+            # Between two copies or before the first one: the stretch before the added piece has the same neighbours.
+            before = b if span is None or last else span[0]
+            peaks.append(_line(few.peaks[a], more.peaks[before], pieces))
+    return Counts(tuple(events), tuple(peaks), tuple(ends))
+
+
+def _keys(few: Sequence[Event], more: Sequence[Event]) -> tuple[list[Key], list[Key]]:
+    """Return what makes events equal; sizes that only one of the counts has are left out."""
+    both = {_sized(event) for event in few} & {_sized(event) for event in more}
+
+    def key(event: Event) -> Key:
+        return sized if (sized := _sized(event)) in both else (event.phase, event.kind, event.dtype)
+
+    return [key(event) for event in few], [key(event) for event in more]
+
+
+def _sized(event: Event) -> Key:
+    return event.phase, event.kind, event.dtype, event.nbytes, event.ranks, event.flops
+
+
+def _slid(added: list[Span], keys: list[Key], *, last: bool) -> list[Span]:
+    """Return the added pieces, each moved among its equals to the second place, or to the last but one."""
+    moved = []
+    for at, (j, end) in enumerate(added):
+        least = added[at - 1][1] if at else 0
+        most = added[at + 1][0] if at + 1 < len(added) else len(keys)
+        size, first, final = end - j, j, j
+        while first > least and keys[first - 1] == keys[first - 1 + size]:
+            first -= 1
+        while final + size < most and keys[final] == keys[final + size]:
+            final += 1
+        begin = max(final - size, first) if last else min(first + size, final)
+        moved.append((begin, begin + size))
+    return moved
+
+
+def _pairs(added: list[Span], size: int) -> Iterator[tuple[int, int, Span | None]]:
+    """Yield equal places of both counts, and with them the piece that stands before."""
+    a = 0
+    starts = dict(added)
+    b = 0
+    while b < size:
+        span = (b, starts[b]) if b in starts else None
+        b = b if span is None else span[1]
+        if b < size:
+            yield a, b, span
+        a, b = a + 1, b + 1
+
+
+def _event(few: Event, more: Event, pieces: int) -> Event:
+    flops, nbytes = _line((few.flops, few.nbytes), (more.flops, more.nbytes), pieces)
+    return replace(few, flops=flops, nbytes=nbytes)
+
+
+def _line(few: Bytes, more: Bytes, pieces: int) -> Bytes:
+    return tuple(a + pieces * (b - a) for a, b in zip(few, more, strict=True))
