@@ -19,7 +19,7 @@ from dpshard.accounting.releases import Counts
 from dpshard.backends import choose
 from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.clipping.groups import ClippingGroup, partition
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, check_tracking
 from dpshard.config import (
@@ -113,7 +113,7 @@ class PrivacyEngine:
         model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
             that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
             "sum": the parameter and a term of its gradient; "samples": the parameter and samples of its own, beside
-            experts in parts along dimension 0. See docs/sharding.md.
+            experts in parts along dimension 0; "stage": a parameter of a pipeline's stage. See docs/sharding.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -150,7 +150,7 @@ class PrivacyEngine:
         on_budget: Literal["raise", "continue"] = "raise",
         earlier: Counts = (),
         model_parallel_group: ProcessGroup | None = None,
-        model_parallel_parts: Mapping[str, int | Literal["same", "sum", "samples"]] | None = None,
+        model_parallel_parts: Mapping[str, int | Literal["same", "sum", "samples", "stage"]] | None = None,
     ) -> None:
         _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
         check_tracking(adaptive_clipping, max_grad_norm, noise)
@@ -164,7 +164,7 @@ class PrivacyEngine:
         with ExitStack() as undo:
             undo.callback(backend.detach)
             backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
-            groups = partition(backend.sharding.core, clipping_style, list(backend.sharding.parameters), max_grad_norm)
+            groups = backend.partition(clipping_style, max_grad_norm)
             mechanism = asked(
                 schedule=plan,
                 sample_size=sample_size,

@@ -104,6 +104,13 @@ def test_a_sharded_example_learns():
 
 
 @pytest.mark.exhaustive
+def test_a_pipeline_learns():
+    printed, _ = prints([sys.executable, EXAMPLES / "pipeline.py"], 2)
+    found = re.search(r"loss ([\d.]+) at the end\nepsilon = 3\.0000", printed)
+    assert found, printed
+    assert float(found.group(1)) < 1.5  # 2.3 by chance
+
+
 def test_a_language_model_is_fine_tuned_in_shards(tmp_path):
     """A tiny GPT-2 on Python's language reference: what comes out is the adapters, and what was promised."""
     pytest.importorskip("peft")

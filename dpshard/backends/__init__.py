@@ -25,6 +25,7 @@ from dpshard.backends.model_parallel import (
     require_one_training,
 )
 from dpshard.backends.model_parts import DeclaredParts
+from dpshard.backends.stages import are_stages
 from dpshard.errors import ConfigurationError
 
 __all__ = ["Backend", "choose", "require_one_training"]
@@ -74,6 +75,10 @@ def _chosen(model: nn.Module, told: DeclaredParts | None) -> Backend:
     if not dist.is_available() or not dist.is_initialized():
         refuse_foreign_placements(model)
         return local_backend(model)
+    if told is not None and are_stages(told[1]):
+        from dpshard.backends.pipeline import pipeline_backend
+
+        return pipeline_backend(model, told)
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from dpshard.backends.ddp import ddp_backend

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from dpshard.backends.expert_parts import ExpertRanks
 from dpshard.backends.model_parts import Grid
 from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
+from dpshard.backends.stages import Stages
+from dpshard.clipping.groups import ClippingGroup, partition
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.noise.digest import LANES
 from dpshard.noise.keyed import SumShard
@@ -40,16 +42,43 @@ class Backend:
         """The ranks that share the data."""
         return self.data or self.communicator
 
+    @property
+    def counting_ranks(self) -> Communicator:
+        """The ranks whose figures add up: the ranks of one model have the same ones, but stages have their own."""
+        return self.data_ranks if self.stages is None else self.communicator
+
+    @property
+    def counts(self) -> bool:
+        """True if this rank counts its samples, which all stages have."""
+        return self.stages is None or self.stages.rank == 0
+
+    @property
+    def stages(self) -> Stages | None:
+        """The stages of the pipeline, if this rank holds one."""
+        return self.sharding.parts if isinstance(self.sharding.parts, Stages) else None
+
+    def partition(self, style: str | Sequence[Sequence[str]], max_grad_norm: float) -> tuple[ClippingGroup, ...]:
+        """Return the clipping groups of the whole model; see clipping.groups."""
+        form = partition if self.stages is None else self.stages.partition
+        return form(self.sharding.core, style, list(self.sharding.parameters), max_grad_norm)
+
+    def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
+        """Return the groups with the parameters of this rank, and the numbers of those that span stages."""
+        if self.stages is None:
+            return tuple(groups), frozenset()
+        held = self.sharding.parameters
+        own = tuple(replace(group, names=tuple(n for n in group.names if n in held)) for group in groups)
+        return own, self.stages.spanning(groups)
+
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
-        shapes, parameters = self.sharding.shapes, self.sharding.parameters
-        own: dict[str, Any] = {"parameters": [(name, tuple(shapes[name]), p.dtype) for name, p in parameters.items()]}
+        own: dict[str, Any] = {"parameters": self.sharding.everywhere}
         if self.sharding.parts is not None:
             own["parts of the model"] = self.sharding.parts.facts
         if wrong := self.communicator.mismatches({**facts, **own}):
             raise ConfigurationError(
                 f"Ranks disagree about {', '.join(wrong)}. Make the same engine for the same model on every rank (no "
-                f"stage of a pipeline, no part under tensor or expert parallelism). sample_size counts the whole data "
+                f"part under tensor or expert parallelism). sample_size counts the whole data "
                 f"set; engine.batches(...) gives every rank its share."
             )
 

@@ -14,7 +14,8 @@ from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import DpshardError
+from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
+from dpshard.records import as_real
 
 
 def local_backend(model: nn.Module, told: DeclaredParts | None = None) -> Backend:
@@ -65,3 +66,37 @@ class NoReduction:
 
     def detach(self) -> None:
         """Do nothing."""
+
+
+class DirectReduction(NoReduction):
+    """Puts the sums of a rank's own elements in `.grad`, past autograd, which adds no parts, and none later."""
+
+    def __init__(self, store: DotGradStore) -> None:
+        super().__init__(store)
+        self._late_fault: DpshardError | None = None
+
+    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
+        """Take the clipped sums; return None for each."""
+        self._store.begins(lambda: None)
+        self.add(names, take)
+        return [None] * len(names)
+
+    def add(self, names: Sequence[str], take: Take) -> None:
+        """Take the clipped sums."""
+        self._store.require_untouched(names)
+        for name in names:
+            total = take(name)
+            if total is not None:
+                self._store.add_shard(name, as_real(total))
+
+    def add_later(self, names: Sequence[str], take: Take) -> None:
+        """Take the clipped sums after backward; `fault` returns an error, so that all ranks learn of it."""
+        try:
+            self.add(names, take)
+        except (LogicalBatchError, UnsupportedParameterError) as error:
+            self._late_fault = error
+
+    def fault(self) -> DpshardError | None:
+        """Return why the sums must not be released, or None."""
+        late, self._late_fault = self._late_fault, None
+        return late or super().fault()

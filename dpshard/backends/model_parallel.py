@@ -133,6 +133,7 @@ class KnownParts(Protocol):
 
     group: dist.ProcessGroup
     mesh: Any
+    meets: bool
 
 
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
@@ -147,8 +148,10 @@ def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
 def _watched(parts: KnownParts | None) -> Iterator[None]:
     from dpshard.backends.collective_mode import Watch  # late: not needed on one process
 
-    _refuse_pipeline(_callers())
-    known = None if parts is None else (parts.group, parts.mesh)
+    stage = parts is not None and not parts.meets
+    if not stage:
+        _refuse_pipeline(_callers())
+    known = None if parts is None or stage else (parts.group, parts.mesh)
     with Watch(_refuse, known):
         yield
 
@@ -156,8 +159,9 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
 def _refuse_pipeline(callers: Iterator[str]) -> None:
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
-            f"This forward belongs to a stage of a pipeline, which holds a part of the model: pipeline parallelism is "
-            f"not supported yet. {_TODAY}."
+            f"This forward belongs to a stage of a pipeline, which holds a part of the model, and nobody told the "
+            f"engine: make it with model_parallel_group=GROUP, model_parallel_parts={{'*': 'stage'}}, on every rank of "
+            f"a torch.distributed.pipelining schedule. DeepSpeed's pipelines are not supported. {_TODAY}."
         )
 
 

@@ -52,6 +52,14 @@ class ModelParts:
     over the ranks. `mesh`: the mesh of DTensors that hold the parts; None for plain tensors.
     """
 
+    meets = True
+    """True if these ranks run every forward and backward together."""
+    unlike = (
+        "The ranks that hold one model were given different inputs, so a sample would count several times. "
+        "Take the micro-batches from engine.batches(...), or give all of these ranks the same, in one order."
+    )
+    """Why a release is refused after inputs that differ."""
+
     def __init__(
         self,
         group: dist.ProcessGroup,
@@ -264,7 +272,7 @@ class Grid:
     """All ranks, as data ranks times model ranks. Raises ConfigurationError if they are not a grid of all ranks."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
-        self._sizes = data.world_size, parts.size
+        self._sizes, self._unlike = (data.world_size, parts.size), parts.unlike
         if data.world_size * parts.size != everyone.world_size:
             raise ConfigurationError(
                 f"{data.world_size} ranks share the data, and {parts.size} the model, but there are "
@@ -296,11 +304,7 @@ class Grid:
         ranks_DML = ranks_WL[self._order].unflatten(0, self._sizes)
         parts_DML, same_DML, inputs_DM = *ranks_DML[..., :-1].chunk(2, 2), ranks_DML[..., -1]
         if bool((inputs_DM != inputs_DM[:, :1]).any()):
-            raise LogicalBatchError(
-                "The ranks that hold one model were given different inputs, so a sample would count several times. "
-                "Take the micro-batches from engine.batches(...), or give all of these ranks the same, in one order. "
-                "Call zero_grad() to start afresh."
-            )
+            raise LogicalBatchError(f"{self._unlike} Call zero_grad() to start afresh.")
         if bool((same_DML != same_DML[:, :1]).any()):
             raise LogicalBatchError(
                 "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "

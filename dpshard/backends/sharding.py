@@ -61,7 +61,12 @@ class Sharding(ABC):
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
         """See ShardingHooks."""
-        return None if self.parts is None else self.parts.note_inputs
+        return None if self.meeting is None else self.meeting.note_inputs
+
+    @property
+    def meeting(self) -> ModelParts | None:
+        """The ranks that run every forward and backward of this model together; None if this rank runs its own."""
+        return self.parts if self.parts is not None and self.parts.meets else None
 
     # --- what the parameters are ------------------------------------------------------------------------------------
 
@@ -76,6 +81,12 @@ class Sharding(ABC):
         if self.parts is None:
             return self.shapes
         return {name: self.parts.part_shape(name, shape) for name, shape in self.shapes.items()}
+
+    @property
+    def everywhere(self) -> Sequence[Any]:
+        """Names, shapes and dtypes of the trainable parameters on all ranks."""
+        shapes = self.shapes
+        return [(name, tuple(shapes[name]), p.dtype) for name, p in self.parameters.items()]
 
     @property
     def values(self) -> Mapping[str, Tensor]:
@@ -211,9 +222,9 @@ class Sharding(ABC):
         """Return model and `optimizer` for a checkpoint."""
         if self.parts is not None and self.parts.plain and any(map(self.parts.is_cut, self.parameters)):
             raise ConfigurationError(
-                "A Checkpointer cannot tell which parts of a parameter plain tensors hold, so it would save those of "
-                "one rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict() and the "
-                "states of model and optimizer by rank."
+                "A Checkpointer cannot tell which parts of a model plain tensors hold, so it would save those of one "
+                "rank. Make the parts DTensors (torch's parallelize_module), or, as for stages of a pipeline, save "
+                "engine.state_dict() and the states of model and optimizer by rank."
             )
         from dpshard.backends.training_state import NamedState  # late: only checkpoints need it
 
@@ -248,15 +259,18 @@ class Unsharded(Sharding):
         """
         everyone = all_ranks(self.device)
         try:
-            experts = data.world_size > 1 and are_experts(told)
-            kind, ranks = (ExpertParts, ExpertRanks) if experts else (ModelParts, Grid)
-            parts = kind.told(told, self.parameters, self.device)
+            parts, ranks = self._told(told, data)
             grid = ranks(data, parts, everyone)
         except ConfigurationError:
             self.detach()
             raise
-        self.parts, self._meet = parts, everyone.meet
+        self.parts, self._meet = parts, everyone.meet if parts.meets else None
         return everyone, grid
+
+    def _told(self, told: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
+        experts = data.world_size > 1 and are_experts(told)
+        kind, ranks = (ExpertParts, ExpertRanks) if experts else (ModelParts, Grid)
+        return kind.told(told, self.parameters, self.device), ranks
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

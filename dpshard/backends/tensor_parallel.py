@@ -15,9 +15,8 @@ from torch.distributed.tensor import DTensor
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.grad_store import DotGradStore
-from dpshard.backends.local import NoReduction
+from dpshard.backends.local import DirectReduction
 from dpshard.backends.model_parts import Grid, ModelParts
-from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import canonical_name
@@ -40,7 +39,7 @@ def tensor_parallel_backend(model: nn.Module) -> Backend:
     except ConfigurationError:
         sharding.detach()
         raise
-    return Backend(layout, everyone, sharding, PlacedReduction(sharding, store), store, data, grid)
+    return Backend(layout, everyone, sharding, PlacedReduction(store), store, data, grid)
 
 
 def parts_of(placed: Mapping[str, Any]) -> ModelParts:
@@ -102,23 +101,8 @@ class PlacedSharding(Unsharded):
             parameter.grad = gradient
 
 
-class PlacedReduction(NoReduction):
+class PlacedReduction(DirectReduction):
     """Puts the sums of a rank's parts in `.grad`."""
-
-    def __init__(self, sharding: PlacedSharding, store: DotGradStore) -> None:
-        super().__init__(store)
-        self._local, self._parameters = sharding.local, sharding.parameters
-
-    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Take the clipped sums; return None for each, because autograd cannot add parts to DTensors."""
-        store = self._store
-        store.begins(lambda: None)
-        store.require_untouched(names)
-        for name in names:
-            total = take(name)
-            if total is not None:
-                store.add_shard(name, total)
-        return [None] * len(names)
 
     def runs_everywhere(self, *, last: bool) -> bool:
         """Return True: every forward and backward communicates."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -15,6 +17,29 @@ from dpshard.records.host import all_finite, elementwise, total
 
 _MOST_KEPT = 1024
 """Size of the cache of `_places`."""
+
+
+class Pass(Enum):
+    """The purpose of a backward pass through a tape."""
+
+    BOOK_KEEPING = auto()  # one pass: keep records until their group closes
+    NORMS = auto()  # first of two: measure records and drop them
+    SUMS = auto()  # second of two: sum records at once
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """Groups that close together, with the stacks of their small uses."""
+
+    indices: Sequence[int]
+    own: Sequence[int]
+    """Places in `indices` of the groups with records beside stacks."""
+    stacks: Sequence[Stack]
+    rows: Sequence[Sequence[int]]
+    """Places in `indices` of the groups of each stack's parameters."""
+    norm_sq_MB: Tensor
+    scale_B: Tensor | float
+    """See Tape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,3 +111,31 @@ def _places(rows: tuple[int, ...], like: Tensor) -> Tensor:
             _kept_places.clear()
         _kept_places[key] = torch.tensor(rows, device=like.device)
     return _kept_places[key]
+
+
+class HasSums(Protocol):
+    """A tape."""
+
+    def take(self, name: str) -> Tensor | None:
+        """See ClippedSums.take."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ClippedSums:
+    """The clipped sums of one anchor's parameters, over all samples of a backward pass."""
+
+    names: Sequence[str]
+    tapes: Sequence[HasSums]
+    handed_out: bool
+    """True if the caller of the backward pass would get one of them, instead of `.grad`."""
+
+    def take(self, name: str) -> Tensor | None:
+        """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
+        if len(self.tapes) == 1:
+            return self.tapes[0].take(name)
+        total: Tensor | None = None
+        for tape in self.tapes:
+            part = tape.take(name)
+            total = part if total is None else total if part is None else total + part
+        return total

@@ -38,15 +38,20 @@ def sensitivity(groups: Iterable[ClippingGroup]) -> float:
 def partition(
     model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Return the clipping groups of `style` over the parameters named in `trainable`.
+    """Return the clipping groups of `style` over the parameters named in `trainable`; see `labelled`."""
+    groups = labelled(model, style, trainable)
+    return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
+
+
+def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str]) -> dict[str, list[str]]:
+    """Return the names of the parameters of each clipping group, by its label.
 
     "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
     outermost element of a ModuleList or Sequential, or of a ModuleDict of one class, that holds it; other parameters
-    form one more group. Raises ConfigurationError for an unknown style, and for lists that do not hold every trainable
-    parameter once.
+    form one more group. Raises ConfigurationError for an unknown style.
     """
     if not isinstance(style, str):
-        return form_groups(_listed(model, style), trainable=trainable, max_grad_norm=max_grad_norm)
+        return _listed(model, style)
     check_choice("clipping_style", style, STYLES)
     groups: dict[str, list[str]] = {}
     blocks = _blocks(model) if style == "block-wise" else []
@@ -60,7 +65,7 @@ def partition(
         else:
             label = next((block for block in blocks if name.startswith(f"{block}.")), "outside of blocks")
         groups.setdefault(label, []).append(name)
-    return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
+    return groups
 
 
 def form_groups(

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
-from dpshard.clipping.closing import clip, squared_norms
+from dpshard.clipping.closing import ClippedSums, Measured, Pass, clip, squared_norms
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots
 from dpshard.clipping.groups import ClippingGroup
@@ -37,14 +36,6 @@ __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "U
 
 Take = Callable[[str], Tensor | None]
 """See ClippedSums.take."""
-
-
-class Pass(Enum):
-    """The purpose of a backward pass through a tape."""
-
-    BOOK_KEEPING = auto()  # one pass: keep records until their group closes
-    NORMS = auto()  # first of two: measure records and drop them
-    SUMS = auto()  # second of two: sum records at once
 
 
 class Tape:
@@ -80,6 +71,7 @@ class Tape:
         self._closed: set[int] = set()  # closed anchors
         self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
         self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
+        self._spanning: dict[int, Measured] = {}  # groups that wait for norms of other ranks
         self._tokens: dict[int, Tensor] = {}
 
     @property
@@ -245,8 +237,8 @@ class Tape:
             self.groups[index] = GroupTape(clipper.roots, clipper.sources, clipper.execution, clipper.offload)
         return self.groups[index]
 
-    def _clip(self, indices: Sequence[int], stacks: Sequence[Stack]) -> None:
-        """Fix the clip coefficients of groups, and sum their stacks."""
+    def _measure(self, indices: Sequence[int], stacks: Sequence[Stack]) -> Measured | None:
+        """Measure groups and their stacks; None without any gradient."""
         clipper, keep = self.clipper, self.current is Pass.BOOK_KEEPING
         parts, scale_B = clipper.roots.parts, self.scale_B
         if parts is not None:
@@ -259,18 +251,22 @@ class Tape:
         rows = [[place[index] for index in stack.groups] for stack in stacks]
         stacked = [*zip(rows, [stack.measured(clipper.execution) for stack in stacks], strict=True)]
         norm_sq_MB = squared_norms(len(indices), own, stacked)
-        if norm_sq_MB is None:
-            return
+        return None if norm_sq_MB is None else Measured(indices, [*own], stacks, rows, norm_sq_MB, scale_B)
+
+    def _clip(self, measured: Measured) -> None:
+        """Fix the clip coefficients of groups, and sum their stacks."""
+        clipper, indices, own = self.clipper, measured.indices, measured.own
         thresholds = [clipper.groups[index].threshold for index in indices]
-        scales = {"loss_scale": self.loss_scale, "scale_B": scale_B}
-        clipped = clip(norm_sq_MB, thresholds, clipper.function, **scales)
+        scales = {"loss_scale": self.loss_scale, "scale_B": measured.scale_B}
+        clipped = clip(measured.norm_sq_MB, thresholds, clipper.function, **scales)
         for m in own:
             nonfinite_MB = clipped.nonfinite_MB
             self.groups[indices[m]].clip(clipped.sum_weight_MB[m], None if nonfinite_MB is None else nonfinite_MB[m])
-        for stack, some in zip(stacks, rows, strict=True):
+        for stack, some in zip(measured.stacks, measured.rows, strict=True):
             self._sums.update(clipped.sums(stack, some))
         norms = clipped.norm_MB.unbind()
-        for m in sorted({*own, *(m for some in rows for m in some)}):
+        parts = clipper.roots.parts
+        for m in sorted({*own, *(m for some in measured.rows for m in some)}):
             norm_B = norms[m] if parts is None else parts.own(norms[m])
             clipper.sink.observe(clipper.groups[indices[m]], norm_B, self.is_padding_B)
 
@@ -286,10 +282,24 @@ class Tape:
                 group.measure(source.label, keep=True, closing=True)
         return stacks.made
 
+    def own_norm_sq_B(self, index: int) -> Tensor | None:
+        """Return this rank's part [B] of the squared norms of a spanning group; None if it has none."""
+        return self._spanning[index].norm_sq_MB[0] if index in self._spanning else None
+
+    def clip_spanning(self, index: int, norm_sq_B: Tensor) -> None:
+        """Fix the coefficients of a spanning group, given its squared norms on all ranks, so that `take` works."""
+        self._clip(replace(self._spanning.pop(index), norm_sq_MB=norm_sq_B[None]))
+
+    def expire(self) -> None:
+        """Refuse records that have not arrived yet."""
+        self._epoch = -1
+
     def between_passes(self) -> None:
         """End the pass for norms and begin the one for sums."""
         for index, group in self.groups.items():
-            self._clip([index], [])
+            measured = self._measure([index], [])
+            if measured is not None:
+                self._clip(measured)
             group.begin_sums()
         self.current = Pass.SUMS
 
@@ -297,32 +307,16 @@ class Tape:
         """Fix the coefficients, so that `take` works; refuse further records."""
         if self.current is Pass.BOOK_KEEPING:
             stacks = self._stacks_of(anchor)
-            self._clip([index for index in self.clipper.groups_of(anchor) if index in self.groups], stacks)
+            measured = self._measure([i for i in self.clipper.groups_of(anchor) if i in self.groups], stacks)
+            if measured is not None and anchor in self.clipper.spanning:  # then each group has its own anchor
+                self._spanning[anchor] = measured
+            elif measured is not None:
+                self._clip(measured)
         self._closed.add(anchor)
 
     def take(self, name: str) -> Tensor | None:
         """See ClippedSums.take."""
         return self._sums.pop(name) if name in self._sums else self._group(name).take(name)
-
-
-@dataclass(frozen=True, slots=True)
-class ClippedSums:
-    """The clipped sums of one anchor's parameters, over all samples of a backward pass."""
-
-    names: Sequence[str]
-    tapes: Sequence[Tape]
-    handed_out: bool
-    """True if the caller of the backward pass would get one of them, instead of `.grad`."""
-
-    def take(self, name: str) -> Tensor | None:
-        """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
-        if len(self.tapes) == 1:
-            return self.tapes[0].take(name)
-        total: Tensor | None = None
-        for tape in self.tapes:
-            part = tape.take(name)
-            total = part if total is None else total if part is None else total + part
-        return total
 
 
 class Sink(Protocol):
@@ -349,9 +343,12 @@ class Clipper:
         sink: Sink,
         *,
         at_once: bool = False,
+        spanning: frozenset[int] = frozenset(),
     ) -> None:
         """Make the anchors; `at_once`: the records of all groups arrive together, so one anchor closes all."""
         self.roots = roots
+        self.spanning = spanning
+        """Numbers of the groups with parameters on other ranks: after backward, their owner calls `clip_spanning`."""
         self.groups = groups
         """Groups with the thresholds of the logical batch in progress."""
         self.group_of = {name: group for group in groups for name in group.names}
@@ -434,7 +431,8 @@ class Clipper:
         with in_full_precision(self.roots.values[names[0]].device):
             for tape in tapes:
                 tape.close(anchor)
-            return self.sink.deliver(ClippedSums(names, tapes, handed_out))
+            ready = () if anchor in self.spanning else tapes
+            return self.sink.deliver(ClippedSums(names, ready, handed_out))
 
     def abort(self) -> None:
         """Drop the records of an unfinished backward pass."""

@@ -145,6 +145,13 @@ class Interception:
                 "torch.jit.trace records one path through a model, and none of its per-sample gradients. Call "
                 "engine.detach() before, or trace copy.deepcopy(model), which is an ordinary model."
             )
+        with self._session.forward(module) as trained:
+            if trained:
+                return self._run_recorded(module, original, compiled, args, kwargs)
+        with self._active.suspended():
+            return original(*args, **kwargs)
+
+    def _run_recorded(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
         refuse_batch_norm(self._batch_norms)
         if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
             refuse_hooks(module)

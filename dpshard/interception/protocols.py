@@ -33,6 +33,10 @@ class TapeProvider(Protocol):
         """The units of the tokens, if the forward is on packed rows."""
         ...
 
+    def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
+        """Return a block for an outermost forward; in it False if the forward is outside of training."""
+        ...
+
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """Return the tape for a forward of `batch_size` rows; LogicalBatchError if a forward is out of place."""
         ...

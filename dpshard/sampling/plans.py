@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
@@ -131,6 +131,14 @@ class MicroBatchPlan:
     def samples(self) -> int:
         """Number of samples that are not padding."""
         return int((~self.is_padding).sum())
+
+    def chunk(self, index: int, count: int) -> MicroBatchPlan:
+        """Return part `index` of `count` equal parts; the samples must be a multiple of `count`."""
+        size = len(self.indices) // count
+        first = index * size
+        most = min(max(self.min_samples_per_rank - first, 0), size)
+        indices, is_padding = self.indices[first : first + size], self.is_padding[first : first + size]
+        return replace(self, indices=indices, is_padding=is_padding, min_samples_per_rank=most)
 
     @property
     def rows_are_padding(self) -> Tensor:

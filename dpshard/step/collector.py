@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from enum import Enum, auto
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,40 +17,17 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.config import Execution
-from dpshard.errors import ConfigurationError, EngineInUseError, LogicalBatchError
+from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.interception import Copies, Doubt, Doubts, OwnLoopRows, RowIdentity
 from dpshard.noise.keyed import SumShard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
+from dpshard.step.batch_state import BatchState
 from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
-
-
-class BatchState(Enum):
-    """State of the gradients of the logical batch (called a lot in Abadi et al. 2016, arXiv:1607.00133).
-
-    | from               | event                                                         | to         | epoch |
-    |--------------------|---------------------------------------------------------------|------------|-------|
-    | EMPTY, PRIVATIZED  | `batches` hands out a logical batch                           | EMPTY      |       |
-    | EMPTY, PRIVATIZED  | a backward delivers its first clipped sums                    | COLLECTING |       |
-    | COLLECTING         | backwards deliver more                                        | COLLECTING |       |
-    | COLLECTING         | the release of a loop of the user's own                       | PRIVATIZED |       |
-    | COLLECTING         | such a release is refused: a forward had no backward          | EMPTY      | + 1   |
-    | COLLECTING         | such a release fails after it was counted                     | EMPTY      | + 1   |
-    | EMPTY, COLLECTING  | the release of a logical batch                                | PRIVATIZED | + 1   |
-    | EMPTY, COLLECTING  | the loop is left before all micro-batches were handed out     | EMPTY      | + 1   |
-    | all but CLOSED     | `batches` begins; `restart`                                   | EMPTY      | + 1   |
-    | all                | `close`                                                       | CLOSED     | + 1   |
-
-    Logical batches and tapes are valid in the epoch in which they were made.
-    """
-
-    EMPTY = auto()  # nothing was collected
-    COLLECTING = auto()  # clipped sums accumulate
-    PRIVATIZED = auto()  # noise is in: gradients are safe to use, any number of times
-    CLOSED = auto()  # the engine was detached
 
 
 class Collector:
@@ -79,8 +55,11 @@ class Collector:
         self.metrics = BatchMetrics()
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
-        roots = Roots(sharding.shapes_in_forward, sharding.anchored, sharding.values, sharding.parts)
-        self.clipper = Clipper(roots, groups, function, execution, self, at_once=sharding.is_one_call)
+        roots = Roots(sharding.shapes_in_forward, sharding.anchored, sharding.values, sharding.meeting)
+        groups, spanning = backend.own_groups(groups)
+        at_once = backend.stages is None and sharding.is_one_call
+        self.clipper = Clipper(roots, groups, function, execution, self, at_once=at_once, spanning=spanning)
+        self._stages = None if backend.stages is None else InStages(backend, backend.stages, self.clipper)
         self._backend = backend
         self._device = backend.sharding.device
         self._mean, self._rows_per_unit, self._fed = mean, rows_per_unit, fed
@@ -90,7 +69,7 @@ class Collector:
         self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
-        self._first_gradients = FirstGradients(backend.sharding.parameters)
+        self._first_gradients = FirstGradients(sharding.parameters, [name for name, *_ in sharding.everywhere])
         self._process = os.getpid()
         self._completed: BatchMetrics | None = None
 
@@ -109,7 +88,8 @@ class Collector:
 
     @property
     def _micro(self) -> MicroBatch | None:
-        return None if self.batch is None else self.batch.micro
+        micro = None if self.batch is None else self.batch.micro
+        return micro if self._stages is None else self._stages.part_of(micro)
 
     @property
     def rows(self) -> RowIdentity | OwnLoopRows | None:
@@ -119,7 +99,7 @@ class Collector:
             if self._fed is not None and self._own_packed is not None:
                 raise LogicalBatchError(refusals.PACKED_IN_ORDER)
             return self._fed
-        if micro.plan.placement is not None:
+        if micro.plan.placement is not None or (self._stages is not None and not self._stages.sees_data):
             return None
         if micro.rows is None:
             micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
@@ -148,9 +128,13 @@ class Collector:
         finally:
             self._own_packed = before
 
+    def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
+        """See TapeProvider."""
+        return nullcontext(True) if self._stages is None else self._stages.forward(module, self.batch)
+
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
         """See TapeProvider."""
-        self._refuse_fork()
+        refusals.refuse_fork(self._process)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise LogicalBatchError(refusals.CAPTURED)
         if self.clipper.pending:
@@ -174,7 +158,9 @@ class Collector:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
-                if micro.rows is not None and micro.rows.copies is not None:
+                if self._stages is not None:  # other stages may have dropout, of which this one knows nothing
+                    self._stages.note(micro.plan)
+                elif micro.rows is not None and micro.rows.copies is not None:
                     self._watched.append((is_padding_B, micro.rows.copies))
             tape = micro.tape
             if tape.aborted:
@@ -182,31 +168,15 @@ class Collector:
         tape.forwards.begin()
         return tape
 
-    def _refuse_fork(self) -> None:
-        """Raise EngineInUseError in a forked process: both would draw the same batches, but count apart."""
-        if os.getpid() != self._process:
-            raise EngineInUseError(refusals.forked(self._process))
-
     def _require_own_loop(self, module: nn.Module) -> None:
         if self.batch is not None or self._loop is not None:
-            raise LogicalBatchError(
-                "The model was called for training between two micro-batches of engine.batches, or between two "
-                "logical batches. Train on each micro-batch before the next one is fetched: no list(logical_batch), "
-                "no prefetcher, no threads (num_workers= reads ahead). Evaluate in model.eval() or under "
-                "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
-                "model.eval().requires_grad_(False), and undo both afterwards."
-            )
+            raise LogicalBatchError(refusals.BETWEEN_BATCHES)
         parts = self._backend.sharding.parts
         if parts is not None and parts.in_terms:
             raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
         if not self._own_loop_warned and self._fed is None:
             self._own_loop_warned = True
-            warnings.warn(
-                "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
-                "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
-                "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both.",
-                stacklevel=2,
-            )
+            warnings.warn(refusals.OWN_LOOP, stacklevel=2)
         if module is not self._backend.sharding.outermost:
             raise LogicalBatchError(refusals.part_called(module))
 
@@ -242,7 +212,8 @@ class Collector:
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """See Sink."""
-        self.metrics.observe(group, norm_B, is_padding_B)
+        if group.index not in self.clipper.spanning:
+            self.metrics.observe(group, norm_B, is_padding_B)
         if is_padding_B is not None and self.batch is not None:
             self._silence.observe(group, norm_B, is_padding_B)
         for padding_B, copies in self._watched:
@@ -261,7 +232,8 @@ class Collector:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
                     raise LogicalBatchError(refusals.superseded(detached=self.state is BatchState.CLOSED))
-                self.batch = LogicalBatch(plan, feed, lambda: self.epoch, self._backend.reduction.micro_batch)
+                within = self._backend.reduction.micro_batch
+                self.batch = LogicalBatch(plan, feed, lambda: self.epoch, within, self._end_micro_batch)
                 self.state, self.metrics = BatchState.EMPTY, BatchMetrics()
                 self._begin_doubts()
                 yield self.batch
@@ -289,7 +261,7 @@ class Collector:
 
         Raises LogicalBatchError for a half-finished logical batch, older gradients, or a batch of another step.
         """
-        self._refuse_fork()
+        refusals.refuse_fork(self._process)
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         if self.state is BatchState.PRIVATIZED:
@@ -310,6 +282,8 @@ class Collector:
 
         Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.
         """
+        if self._stages is not None and self.batch is not None:
+            self.batch.end_micro_batch()
         unfinished = self._unfinished()
         if any(everywhere for _, _, everywhere in unfinished):
             self._refuse(unfinished)  # now: the other ranks wait in another collective and never reach the next one
@@ -319,6 +293,10 @@ class Collector:
         Doubts.refuse(doubts)
         self.clipper.abort()
         return sums
+
+    def _end_micro_batch(self, micro: MicroBatch) -> None:
+        if self._stages is not None:
+            self._stages.end(micro, self._first_gradients.noting, self.metrics.observe)
 
     def _unfinished(self) -> list[tuple[MicroBatch | None, str, bool]]:
         """Return the micro-batches that are incomplete, with the reason, and whether all ranks had to run them."""
@@ -354,6 +332,8 @@ class Collector:
         self._silence.begin()
         if self.clipper.offload is not None:
             self.clipper.offload.take_differing()  # of sums that were released or dropped
+        if self._stages is not None:
+            self._stages.begin()
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by their tape's mask
 
     @contextmanager
@@ -389,9 +369,9 @@ class Collector:
         """Return the metrics of this logical batch over all ranks; call it after its last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
-            if self.batch is not None:
+            if self.batch is not None and self._backend.counts:
                 self.metrics.samples = self.batch.samples
-            ranks = self._backend.data_ranks  # the ranks of one model have the same figures
+            ranks = self._backend.counting_ranks
             if ranks.world_size > 1:
                 self.metrics.over_ranks([group.label for group in self.clipper.groups], ranks.all_gather)
         return self.metrics

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,13 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell`; later it costs nothing."""
+    """Notes which of `parameters` get a gradient, until `tell`; later it costs nothing.
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = parameters
+    `names`: those of the parameters on all ranks.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
+        self._parameters, self._names = parameters, names
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
@@ -41,14 +44,13 @@ class FirstGradients:
         """
         if self._reached is None:
             return
-        own = torch.tensor([name in self._reached for name in self._parameters], dtype=torch.uint8, device="cpu")
+        own = torch.tensor([name in self._reached for name in self._names], dtype=torch.uint8, device="cpu")
         reached = stack(own).any(0).tolist()
         if not any(reached):
             return
         self._reached = None
-        trained = {
-            name: got for (name, p), got in zip(self._parameters.items(), reached, strict=True) if p.requires_grad
-        }
+        got = dict(zip(self._names, reached, strict=True))
+        trained = {name: got[name] for name, p in self._parameters.items() if p.requires_grad}
         missed = [name for name, got in trained.items() if not got]
         if missed:
             more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""

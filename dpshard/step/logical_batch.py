@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Tape
-from dpshard.errors import LogicalBatchError, UnknownLengthError
+from dpshard.errors import ConfigurationError, LogicalBatchError, UnknownLengthError
 from dpshard.interception import RowIdentity
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
@@ -49,13 +51,46 @@ class MicroBatch:
     """Watches that its rows stay its samples."""
     packed: PackedTokens | None = None
     """The units of its tokens, if it has packed rows."""
+    chunks: list[MicroBatch | None] = field(default_factory=list)
+    """Its parts, in a pipeline; None for one without a forward. Each has a tape."""
+
+    def chunk(self, index: int, count: int) -> MicroBatch:
+        """Return part `index` of `count`, as schedules of pipelines split it; see MicroBatchPlan.chunk.
+
+        Raises ConfigurationError if it has other parts.
+        """
+        plan = self.plan
+        if plan.placement is not None or len(plan.indices) % count or len(self.chunks) not in (0, count):
+            raise ConfigurationError(
+                f"A schedule of {count} micro-batches divides the {len(plan.indices)} samples that engine.batches "
+                f"hands out: micro_batch_size must be a multiple of {count}, the same in each step() on it, without "
+                f"packing and pad=False."
+            )
+        self.chunks = self.chunks or [None] * count
+        found = self.chunks[index]
+        if found is None:
+            rows = len(plan.indices) * plan.rows_per_unit
+            size = rows // count
+            part = functools.partial(_rows_of, rows=rows, some=slice(index * size, (index + 1) * size))
+            found = self.chunks[index] = MicroBatch(plan.chunk(index, count), pytree.tree_map(part, self.data))
+        return found
 
     @property
     def unfinished(self) -> str | None:
         """Reason why it is incomplete; None if it is whole."""
+        if self.chunks:
+            reasons = [_NOT_CALLED if chunk is None else chunk.unfinished for chunk in self.chunks]
+            return next((f"part {i + 1} of {len(reasons)}: {why}" for i, why in enumerate(reasons) if why), None)
         if self.tape is None:
-            return "the model was not called on it in training mode"
+            return _NOT_CALLED
         return self.tape.unfinished
+
+
+_NOT_CALLED = "the model was not called on it in training mode"
+
+
+def _rows_of(x: Any, rows: int, some: slice) -> Any:
+    return x[some] if isinstance(x, Tensor) and x.dim() > 0 and len(x) == rows else x
 
 
 _NO_MICRO_BATCH = (
@@ -76,12 +111,13 @@ class LogicalBatch:
         feed: Feed,
         now: Callable[[], int],
         working: Callable[..., AbstractContextManager[Any]],
+        ended: Callable[[MicroBatch], None] = lambda _: None,
     ) -> None:
         self._plan = plan
         self._feed = feed
         self._now = now  # the epoch of the collector
         self._epoch = now()
-        self._working = working
+        self._working, self._ended = working, ended
         self._position = 0
         self._samples = 0
         self._micro: MicroBatch | None = None
@@ -172,9 +208,12 @@ class LogicalBatch:
 
     def end_micro_batch(self) -> None:
         """End the current micro-batch. Its backward may follow later, on a sum of losses."""
-        if self._micro is not None and self._micro.unfinished:
-            self._behind.append(self._micro)
-        self._micro = None
+        micro, self._micro = self._micro, None
+        if micro is None:
+            return
+        self._ended(micro)
+        if micro.unfinished:
+            self._behind.append(micro)
 
     def unfinished(self) -> list[tuple[MicroBatch, str]]:
         """Return the incomplete micro-batches so far, each with the reason."""

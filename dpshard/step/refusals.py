@@ -7,7 +7,7 @@ import os
 from torch import nn
 
 from dpshard.config import SamplingName
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import EngineInUseError, LogicalBatchError
 from dpshard.step.logical_batch import LogicalBatch, MicroBatch
 
 DETACHED = (
@@ -18,6 +18,18 @@ DETACHED = (
 PACKED_UNVERIFIED = (
     "Packed rows need verify=True, because only a comparison of units shows that attention stays within them, and "
     "rows_per_unit=1."
+)
+BETWEEN_BATCHES = (
+    "The model was called for training between two micro-batches of engine.batches, or between two "
+    "logical batches. Train on each micro-batch before the next one is fetched: no list(logical_batch), "
+    "no prefetcher, no threads (num_workers= reads ahead). Evaluate in model.eval() or under "
+    "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
+    "model.eval().requires_grad_(False), and undo both afterwards."
+)
+OWN_LOOP = (
+    "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
+    "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
+    "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both."
 )
 OWN_LOOP_IN_TERMS = (
     "Ranks hold parts of one sample (model_parallel_parts has a 'sum'), and this loop feeds its own batches, so "
@@ -132,13 +144,14 @@ def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) ->
     return f"{where}.{padding} {reason} {again}"
 
 
-def forked(process: int) -> str:
-    """Say why an engine of `process` is refused in another process."""
-    return (
-        f"This engine was made in process {process}, and process {os.getpid()} is a fork of it: both would release the "
-        f"same steps under one secret, and each ledger would miss the other's. Make the engine in the process that "
-        f"trains, after the fork; each has a secret and a budget of its own."
-    )
+def refuse_fork(process: int) -> None:
+    """Raise EngineInUseError in a fork of the engine's `process`: both would draw the same batches, but count apart."""
+    if os.getpid() != process:
+        raise EngineInUseError(
+            f"This engine was made in process {process}, and process {os.getpid()} is a fork of it: both would release "
+            f"the same steps under one secret, and each ledger would miss the other's. Make the engine in the process "
+            f"that trains, after the fork; each has a secret and a budget of its own."
+        )
 
 
 def part_called(part: nn.Module) -> str:

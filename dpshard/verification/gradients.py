@@ -7,6 +7,7 @@ loss that divides by values of other samples, a lost use of a parameter.
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -23,6 +24,7 @@ from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationErr
 from dpshard.interception import is_placed
 from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
+from dpshard.verification.input_gradients import InputGradients
 from dpshard.verification.objectives import Objective
 from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
@@ -87,6 +89,8 @@ def check_gradients(
     if outlier is not None:
         run = replaced(bench.run, range(bench.run.batch_size), [outlier])
         bench = replace(bench, run=run)
+    inputs = InputGradients(bench.run)
+    bench = replace(bench, run=inputs.watched(bench.run))
     bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
@@ -96,23 +100,27 @@ def check_gradients(
         tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
         with bench.verdict.forward():
             output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
-        differentiate(size * objective(output, chosen), twin.differentiated())
+        differentiate(size * objective(output, chosen), [*twin.differentiated(), *inputs.inputs])
         del output
+        of_inputs, alone = inputs.take(), []
         parts = clipper.roots.parts
         turns, norms = [1.0], found.norms
         if parts is not None and parts.of_samples:
             # Experts meet samples of all ranks, so each rank's samples have their turn.
             turns = [float(rank == parts.rank) for rank in range(parts.size)]
             norms = {i: parts.everyone(norm_B) for i, norm_B in sorted(norms.items())}
-        singles = [
-            sketched_gradients(turn * size * objective(bench.plain([i]), [i]), plain, parts)
-            for turn in turns
-            for i in chosen
-        ]
+        singles = []
+        for turn, i in itertools.product(turns, chosen):
+            value = turn * size * objective(bench.plain([i]), [i])
+            singles.append(sketched_gradients(value, plain, parts, inputs.inputs))
+            alone.append(inputs.take())
         watched = [i != outlier for i in chosen] * len(turns)
         check_norms_and_sums(
             found.sums, singles, norms, clipper, parameters, half=bench.half, watched=watched, size=size
         )
+        tolerance = other_sizes(parameters, half=bench.half)
+        if len(turns) == 1:
+            inputs.check(of_inputs, alone, n if bench.mean else 1, tolerance, watched)
 
 
 def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
@@ -129,11 +137,15 @@ def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
 
 
 def sketched_gradients(
-    value: Tensor, parameters: Mapping[str, Sequence[Tensor]], parts: Parts | None = None
+    value: Tensor,
+    parameters: Mapping[str, Sequence[Tensor]],
+    parts: Parts | None = None,
+    inputs: Sequence[Tensor] = (),
 ) -> dict[str, Sketch]:
     """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time.
 
-    `parameters`: the tensors of each, whose gradients are added. Of DTensors, sketches are of this rank's part.
+    `parameters`: the tensors of each, whose gradients are added. Of DTensors, sketches are of this rank's part. Hooks
+    of `inputs` get theirs.
     """
     found: dict[str, Sketch] = {}
     several: dict[str, Tensor] = {}
@@ -154,7 +166,7 @@ def sketched_gradients(
         for name, tensors in parameters.items():
             for x in tensors:
                 hooks.callback(x.register_hook(functools.partial(note, name, x)).remove)
-        differentiate(value, [x for tensors in parameters.values() for x in tensors])
+        differentiate(value, [*(x for tensors in parameters.values() for x in tensors), *inputs])
     return found | {name: Sketch.of(total) for name, total in several.items()}
 
 
@@ -206,6 +218,8 @@ def check_norms_and_sums(
     rounding = 64 * eps * max(norm for norm, keep in zip(of_all_layers, finite, strict=True) if keep)
     rounding = max(rounding, _UNRESOLVED * size)  # blank samples
     for group in clipper.groups:
+        if not group.names:
+            continue  # of another stage of the pipeline
         alone = [math.sqrt(sum(square[name] for name in group.names if name in square)) for square in squares]
         exact = torch.tensor(alone, dtype=torch.float64, device="cpu")
         found = norms.get(group.index, torch.zeros_like(exact)).double().cpu()

@@ -109,7 +109,7 @@ class Verifier:
 
     def _meets(self, replay: Replay, run: Run) -> bool:
         """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
-        return self._sharding.parts is not None or replay.parameters.unshards(run.module)
+        return self._sharding.meeting is not None or replay.parameters.unshards(run.module)
 
     def _is_due(self, run: Run, kind: Any) -> bool:
         """Return True for the first micro-batch from the drawn one on, in steps that are powers of two."""
@@ -139,8 +139,8 @@ class Verifier:
             self._verify_packed(replay, run, loss, random, thorough=thorough)
             return
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
-        if sharding.parts is not None:
-            chosen = sharding.parts.agreed(chosen)  # parts of one sample may differ in what chooses it
+        if sharding.meeting is not None:
+            chosen = sharding.meeting.agreed(chosen)  # parts of one sample may differ in what chooses it
         if thorough:
             fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
@@ -213,7 +213,7 @@ class Verifier:
                     continue  # forward refuses invented numbers
                 if (
                     not differs
-                    or self._sharding.parts is not None
+                    or self._sharding.meeting is not None
                     or not can_widen(bench, self._sharding)
                     or not self._agrees_in_double(bench, found, compare)
                 ):

@@ -1,0 +1,98 @@
+"""Finds out which part of its micro-batch a stage of torch.distributed.pipelining runs a forward on.
+
+A schedule splits a micro-batch into chunks, and runs forwards of later chunks before backwards of earlier ones. A stage
+behind the first one sees activations only, so the number of the chunk is all that says whose they are. It stands in the
+schedule's own call, `forward_one_chunk(fwd_chunk_id)`, on the stack of the forward.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from dpshard.errors import ConfigurationError, LogicalBatchError
+
+PACKAGE = "torch.distributed.pipelining"
+_SUPPORTED = ("ScheduleGPipe", "Schedule1F1B")
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """One of `count` equal parts of a micro-batch."""
+
+    index: int
+    count: int
+    data: bool
+    """True if the stage is the first one, whose inputs are the data."""
+
+
+def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
+    """Return the chunk of the forward of `module` that begins; None for a forward whose gradients nobody takes.
+
+    These are evaluations, and forwards that tell torch the shapes. Raises LogicalBatchError outside of a schedule, and
+    ConfigurationError for schedules and stages that are not supported.
+    """
+    stage, index, schedule = _on_the_stack()
+    if stage is None and schedule is None:
+        raise LogicalBatchError(
+            f"{type(module).__name__} is a stage of a pipeline, and was called outside of its schedule, so nothing "
+            f"says on which part of the micro-batch. Call schedule.step(...) of ScheduleGPipe or Schedule1F1B; to "
+            f"evaluate, call model.eval() or use torch.no_grad()."
+        )
+    if stage is None or index is None or not stage.has_backward:
+        return None
+    _check(stage, schedule, module, group)
+    return Chunk(index, schedule._n_microbatches, bool(stage.is_first))
+
+
+def _on_the_stack() -> tuple[Any, int | None, Any]:
+    """Return the running stage, the number of its chunk, and the schedule; None for what is not there."""
+    stage = index = schedule = None
+    frame = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.startswith(PACKAGE):
+            found = frame.f_locals
+            if frame.f_code.co_name == "forward_one_chunk":
+                stage, index = found["self"], found["fwd_chunk_id"]
+            elif module == f"{PACKAGE}.schedules":
+                schedule = found.get("self", schedule)
+        frame = frame.f_back
+    return stage, index, schedule
+
+
+def _check(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Raise ConfigurationError unless the schedule does to gradients what the engine accounts for."""
+    name = type(schedule).__name__
+    if name not in _SUPPORTED or not type(schedule).__module__.startswith(PACKAGE):
+        raise ConfigurationError(
+            f"{name} is not a supported schedule: use {' or '.join(_SUPPORTED)}. (Schedules with several stages a "
+            f"rank, or with a backward split in two, call stages in other ways.)"
+        )
+    if schedule.scale_grads:
+        raise ConfigurationError(
+            f"{name}(scale_grads=True) divides .grad by the number of its micro-batches, after clipping: the update "
+            f"would shrink, while the noise would not. Make it with scale_grads=False; the engine divides by the "
+            f"expected batch size."
+        )
+    if stage.submod is not module:
+        raise ConfigurationError(
+            f"The stage runs {type(stage.submod).__name__}, and the engine was made for another module. Make the "
+            f"engine for the module that PipelineStage gets."
+        )
+    if stage.dw_builder is not None:
+        raise ConfigurationError(
+            "PipelineStage(dw_builder=...) computes gradients of parameters by itself, past their clipping. Leave it "
+            "out."
+        )
+    ranks = dist.get_process_group_ranks(stage.group)
+    if stage.num_stages != group.size() or ranks != dist.get_process_group_ranks(group):
+        raise ConfigurationError(
+            f"The pipeline has {stage.num_stages} stages on the ranks {ranks}, but the engine was told the ranks "
+            f"{dist.get_process_group_ranks(group)}: stages beyond them would clip by another threshold. Give "
+            f"PipelineStage and PrivacyEngine(model_parallel_group=...) one group, with a stage on each of its ranks."
+        )

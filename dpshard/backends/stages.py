@@ -1,0 +1,133 @@
+"""Stages of a pipeline: each rank of a group holds other layers of one model.
+
+[Note: Stages]
+A sample's gradient lies in pieces on the stages. They share one mechanism: one secret, one draw, one ledger, and the
+clipping groups of the whole model, so one R. A group within a stage is clipped in the backward of each chunk, without
+communication. The norm of a group on several stages is complete only when the first stage has run its backward: such a
+group keeps its records until the schedule's step is done. Then stages add up norms, all chunks at once.
+
+Parameters have names of their own on every stage, since noise is keyed by them. All stages must have run the same
+chunks of the same draw: they compare checksums before the release.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dpshard.backends.model_parts import ModelParts
+from dpshard.clipping.groups import ClippingGroup, form_groups, labelled
+from dpshard.errors import ConfigurationError
+
+STAGE = "stage"
+"""Told of parameters that only this rank holds."""
+
+
+def are_stages(told: Mapping[str, Any]) -> bool:
+    """Return True if the user tells stages. Raises ConfigurationError if only some parameters are of a stage."""
+    kinds = list(told.values())
+    if STAGE in kinds and kinds != [STAGE] * len(kinds):
+        raise ConfigurationError(
+            f"model_parallel_parts={dict(told)!r}: a stage of a pipeline holds its parameters alone, so all are "
+            f"'stage'. Tensor or context parallelism within a stage is not supported."
+        )
+    return STAGE in kinds
+
+
+class Stages(ModelParts):
+    """The ranks of one pipeline; every parameter is whole on one of them. All ranks make it together.
+
+    Raises ConfigurationError, on all ranks, for a stage without trainable parameters, and for two of one name.
+    """
+
+    meets = False
+    unlike = (
+        "The stages of the pipeline ran other chunks than each other, or chunks of other draws, so a sample's norm "
+        "would be that of parts of several samples. Loop over engine.batches(...) of one data set and micro-batch size "
+        "on all ranks, and call the schedule's step() once for each micro-batch."
+    )
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device, parameters: Mapping[str, Tensor]) -> None:
+        super().__init__(group, device, {})
+        self._chunks = 0  # checksum of the chunks since the last release
+        own = [(name, list(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
+        self.everywhere: list[tuple[str, tuple[int, ...], str, bool]] = []
+        """Name, shape, dtype and whether it is complex, of every trainable parameter, in the order of stages."""
+        self._owner: dict[str, int] = {}
+        for rank, some in enumerate(self.exchange(own)):
+            if not some:
+                raise ConfigurationError(
+                    f"Stage {rank} of the pipeline has no trainable parameter. Divide the model so that every stage "
+                    f"trains some."
+                )
+            for name, shape, dtype, is_complex in some:
+                if name in self._owner:
+                    raise ConfigurationError(
+                        f"{name} is a parameter of the stages on ranks {self._owner[name]} and {rank} of the group. "
+                        f"Noise is keyed by names: give the layers of a stage the names that they have in the whole "
+                        f"model (a ModuleDict keeps them, a list counts from 0). A weight that two stages share (tied "
+                        f"embedding and head) is not supported: its gradient is a sum over ranks."
+                    )
+                self._owner[name] = rank
+                self.everywhere.append((name, tuple(shape), dtype, is_complex))
+
+    @property
+    def facts(self) -> str:
+        """What all ranks must be told alike."""
+        return STAGE
+
+    def is_cut(self, name: str) -> bool:
+        """Return True: other ranks hold other elements of the vector that is released."""
+        return True
+
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the plain values of all ranks."""
+        own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device="cpu")
+        lengths = self.gather(torch.tensor([len(own)], device="cpu")).flatten().tolist()
+        rows = self.gather(torch.cat([own, own.new_zeros(max(lengths) - len(own))]))
+        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows.cpu(), lengths, strict=True)]
+
+    # --- clipping groups --------------------------------------------------------------------------------------------
+
+    def partition(
+        self, model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
+    ) -> tuple[ClippingGroup, ...]:
+        """Return the groups of the whole model: those of one label on several stages are one.
+
+        Raises ConfigurationError, on all ranks, if one of them cannot form groups.
+        """
+        try:
+            own: tuple[str, Any] = ("", labelled(model, style, trainable))
+        except ConfigurationError as error:
+            own = (str(error), {})
+        groups: dict[str, list[str]] = {}
+        for rank, (error, found) in enumerate(self.exchange(own)):
+            if error:
+                raise ConfigurationError(error)
+            for label, names in found.items():
+                # A list names parameters of all stages, and maybe unknown ones.
+                held = [name for name in names if self._owner.get(name, rank) == rank]
+                groups.setdefault(label, []).extend(held)
+        return form_groups(groups, trainable=list(self._owner), max_grad_norm=max_grad_norm)
+
+    def spanning(self, groups: Sequence[ClippingGroup]) -> frozenset[int]:
+        """Return the numbers of the groups with parameters on several stages."""
+        return frozenset(group.index for group in groups if len({self._owner[name] for name in group.names}) > 1)
+
+    # --- what stages have run ---------------------------------------------------------------------------------------
+
+    def note_chunk(self, *identity: Any) -> None:
+        """Note that this stage runs a chunk with this identity, in any order."""
+        digest = hashlib.sha256(repr(identity).encode()).digest()
+        self._chunks = (self._chunks + int.from_bytes(digest[:7], "little")) % (1 << 62)
+
+    def take_inputs(self) -> Tensor:
+        """Return a checksum [1], int64, of the chunks since the last call."""
+        seen, self._chunks = self._chunks, 0
+        return torch.tensor([seen], device=self.device)

@@ -1,0 +1,296 @@
+"""One rank of pipelines, each held against one process; prints JSON.
+
+Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTION...] [...]
+
+Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
+(blocks); nan (in some samples); resumed (after a step, on stages and on one process); by-hand (without noise, against
+one sample at a time). Options that are faults: see `told_wrongly` and `faulty`.
+"""
+
+import math
+import os
+import sys
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.utils.checkpoint import checkpoint
+from torch.utils.data import TensorDataset
+
+from dpshard import BandMF, PrivacyEngine, QuantileTracking
+from dpshard import checkpoint as engine_state
+from dpshard.clipping.groups import partition
+from dpshard.errors import DpshardError
+from dpshard.sampling import PoissonSampler
+from tests import seeds
+from tests.distributed.rank import main
+from tests.sums import taken_for_equal
+
+D, H, PARTS, ROWS = 4, 6, 4, 2
+SECRET = bytes(range(32))
+SAMPLES, STEPS = 40, 3
+SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "adaptive": {"adaptive_clipping": QuantileTracking()},
+    "sums": {"loss_reduction": "sum"},
+    "units": {"rows_per_unit": 2},
+    "offload": {"offload_records": True},
+    "secure": {"secure_mode": True},
+    "discrete": {"noise": "discrete-gaussian", "accountant": "rdp"},
+    "in-order": {"sampling": "fixed-order"},
+    "correlated": {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2), "accountant": "pld"},
+}
+
+
+class Mixing(torch.autograd.Function):
+    """x -> x; backward mixes samples, where no parameter of the stage sees it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return gradients[0] + gradients[0].mean(0)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(D), nn.Linear(D, H), nn.Linear(H, D, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Model(nn.Module):
+    """A model, or a stage of it, which has a part of its layers."""
+
+    def __init__(self, blocks: int, options: set[str]) -> None:
+        super().__init__()
+        self.enter: nn.Module | None = nn.Linear(3, D)
+        self.blocks = nn.ModuleDict({str(i): Block() for i in range(blocks)})
+        self.head: nn.Module | None = nn.Linear(D, 2)
+        self.checkpointed, self.mixes = "checkpointed" in options, "mixing" in options
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = Mixing.apply(x) if self.mixes and self.enter is None else x
+        x = x if self.enter is None else self.enter(x)
+        for block in self.blocks.values():
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
+        return x if self.head is None else self.head(x)
+
+
+def cut(model: Model, rank: int, size: int) -> None:
+    """Make `model` the stage of this rank."""
+    each = len(model.blocks) // size
+    for i in range(len(model.blocks)):
+        if i // each != rank:
+            del model.blocks[str(i)]
+    model.enter = model.enter if rank == 0 else None
+    model.head = model.head if rank == size - 1 else None
+
+
+def loss_of(output: Tensor, target: Tensor, *, sums: bool = False) -> Tensor:
+    losses = ((output - target).square() * torch.tensor([1.0, 3.0], dtype=output.dtype)).sum(1)
+    return losses.sum() if sums else losses.mean()
+
+
+def engine_for(model: nn.Module, style: Any, mode: str, options: set[str], **told: Any) -> PrivacyEngine:
+    settings: dict[str, Any] = {"accountant": "gdp", "batch_size": 12, "steps": STEPS}
+    for option in options & SETTINGS.keys():
+        settings |= SETTINGS[option]
+    if settings.get("sampling"):
+        settings["batch_size"] = 10
+    sigma = 0.0 if "by-hand" in options else 0.3
+    engine = PrivacyEngine(
+        model,
+        sample_size=SAMPLES,
+        noise_multiplier=sigma,
+        max_grad_norm=12.0,
+        clipping_fn="abadi",
+        clipping_style=style,
+        clipping_mode=mode,
+        verify="verified" in options,
+        **settings,
+        **told,
+    )
+    own = engine.state_dict()
+    extra = {name: own[name] for name in ("thresholds", "noise", "order") if name in own}
+    state = engine_state.pack(engine.mechanism, SECRET, engine._budget.state_dict(), **extra)
+    engine.load_state_dict(state)
+    return engine
+
+
+def data(options: set[str]) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    shape = (SAMPLES, 2) if "units" in options else (SAMPLES,)
+    x, y = (torch.randn(*shape, n, generator=generator, dtype=torch.float64) for n in (3, 2))
+    if "float32" in options:
+        x, y = x.float(), y.float()
+    if "nan" in options:
+        x[::3] = math.nan
+    return TensorDataset(x, y)
+
+
+def train(
+    model: nn.Module, engine: PrivacyEngine, options: set[str], schedule: Any = None, steps: int | None = None
+) -> dict[str, Any]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for logical_batch in engine.batches(data(options), PARTS * ROWS, steps=steps):
+        for x, y in logical_batch:
+            if schedule is None:
+                loss = loss_of(model(x), y, sums="sums" in options)
+                loss.backward()
+                engine.record_loss(loss if "sums" not in options else loss / len(x))
+                continue
+            if "outside" in options:
+                model(torch.ones(len(x), 3 if schedule._stage.is_first else D, dtype=x.dtype))
+            losses: list[Tensor] = []
+            if schedule._stage.is_first:
+                schedule.step(x)
+            elif schedule._stage.is_last:
+                schedule.step(target=y, losses=losses)
+                loss = torch.stack(losses)
+                engine.record_loss(loss.sum() / len(x) if "sums" in options else loss.mean())
+            else:
+                schedule.step()
+            if "rescaled" in options and logical_batch.complete:
+                schedule._stage.scale_grads(2)
+        optimizer.step()
+        optimizer.zero_grad()
+    return {"epsilon": engine.epsilon(), "metrics": engine.metrics(), "thresholds": engine.thresholds}
+
+
+def train_by_hand(model: nn.Module, engine: PrivacyEngine) -> None:
+    """One sample at a time."""
+    x, y = data(set()).tensors
+    sampler = PoissonSampler(SAMPLES, engine.mechanism.schedule, SECRET)
+    named, optimizer = dict(model.named_parameters()), torch.optim.SGD(model.parameters(), lr=0.5)
+    groups = engine.mechanism.clipping_groups
+    for step in range(STEPS):
+        sums = {name: torch.zeros_like(p) for name, p in named.items()}
+        for i in sampler.draw(step).tolist():
+            loss = loss_of(model(x[i : i + 1]), y[i : i + 1])
+            gradients = dict(zip(named, torch.autograd.grad(loss, list(named.values())), strict=True))
+            for names in groups:
+                norm = math.hypot(*(float(gradients[name].norm()) for name in names))
+                for name in names:
+                    sums[name] += min(1.0, 12.0 / math.sqrt(len(groups)) / norm) * gradients[name]
+        for name, p in named.items():
+            p.grad = sums[name] / 12
+        optimizer.step()
+
+
+def other_draw(draw: Any, self: PoissonSampler, step: int) -> Any:
+    return (draw(self, step) + 1) % SAMPLES
+
+
+def told_wrongly(model: Model, options: set[str], undo: ExitStack) -> tuple[nn.Module, dict[str, Any]]:
+    """What the engine is given; with faults that it refuses."""
+    whole: nn.Module = model
+    told: dict[str, Any] = {"*": "stage"}
+    if "mixed" in options:
+        told = {"*.down.weight": 1, "*": "stage"}
+    if "renumbered" in options:
+        whole = nn.Sequential(*model.blocks.values())
+    if "frozen" in options and model.enter is None:
+        model.requires_grad_(False)
+    if "replicated" in options:
+        whole = nn.parallel.DistributedDataParallel(model, process_group=dist.new_subgroups(group_size=1)[0])
+    if "own-r" in options:  # each stage forms groups of its own
+        undo.enter_context(mock.patch("dpshard.backends.stages.Stages.partition", staticmethod(partition)))
+    return whole, {"model_parallel_group": dist.group.WORLD, "model_parallel_parts": told}
+
+
+def faulty(stage: Any, options: set[str], undo: ExitStack) -> None:
+    """Plant a fault that all ranks learn of at the release."""
+    if "other-draw" in options and not stage.is_first:
+        draw = partial(other_draw, PoissonSampler.draw)
+        undo.enter_context(mock.patch.object(PoissonSampler, "draw", lambda self, step: draw(self, step)))
+    if "lost" in options and stage.is_first:
+        backward = stage.backward_one_chunk
+
+        def lose(index: int, *args: Any, **kwargs: Any) -> None:
+            if index == 1:
+                stage.bwd_cache[index] = ()
+            else:
+                backward(index, *args, **kwargs)
+
+        stage.backward_one_chunk = lose
+
+
+def error_of(model: nn.Module, trained: dict[str, Tensor], change: float) -> float:
+    return max(float((p.detach() - trained[name]).norm() / change) for name, p in model.named_parameters())
+
+
+def compare(case: str) -> dict[str, Any]:
+    seeds.fix(case)
+    kind, style, mode = case.split(":")
+    mode, *chosen = mode.split("+")
+    options = set(chosen)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    dtype = torch.float32 if "float32" in options else torch.float64
+    alone, model = Model(2 * size, options).to(dtype), Model(2 * size, options).to(dtype)
+    model.load_state_dict(alone.state_dict())
+    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    cut(model, rank, size)
+    loss_fn = partial(loss_of, sums="sums" in options)
+    with ExitStack() as undo:
+        undo.enter_context(taken_for_equal())
+        try:
+            given, told = told_wrongly(model, options, undo)
+            engine = engine_for(given, style, mode, options, **told)
+            stage = PipelineStage(model, rank, size, torch.device("cpu"), group=dist.group.WORLD)
+            schedule = SCHEDULES[kind](
+                stage, 3 if "uneven" in options else PARTS, loss_fn=loss_fn, scale_grads="scaling" in options
+            )
+            faulty(stage, options, undo)
+            state, halfway = None, {}
+            if "resumed" in options:
+                train(model, engine, options, schedule, steps=1)
+                state, halfway = engine.state_dict(), {name: p.detach().clone() for name, p in model.named_parameters()}
+                engine.detach()
+                engine = engine_for(given, style, mode, options, **told)
+                engine.load_state_dict(state)
+            found = train(model, engine, options, schedule)
+        except (DpshardError, RuntimeError) as error:
+            found = {"refused": " ".join(f"{type(x).__name__}: {x}" for x in (error, error.__cause__) if x)}
+            if isinstance(error, RuntimeError) and not isinstance(error, DpshardError):  # the others wait for this one
+                print(found["refused"], flush=True)
+                os._exit(1)
+            return found
+    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
+        engine_alone = engine_for(alone, style, mode, options)
+        expected = train(alone, engine_alone, options)
+    if "by-hand" in options:
+        engine_alone.detach()
+        alone.load_state_dict(before)
+        train_by_hand(alone, engine)
+    trained = {n: p.detach() for n, p in alone.named_parameters()}
+    change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
+    errors = [error_of(model, trained, change)]
+    if state is not None:  # the other half of the run on one process
+        again = Model(2 * size, options).double()
+        everyone: list[Any] = [None] * size
+        dist.all_gather_object(everyone, halfway)
+        again.load_state_dict({name: p for some in everyone for name, p in some.items()})
+        with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
+            engine = engine_for(again, style, mode, options)
+            engine.load_state_dict(state)
+            train(again, engine, options)
+        errors.append(error_of(again, trained, change))
+    return {
+        "error": max(errors),
+        **{name: [found[name], expected[name]] for name in found},
+    }
+
+
+if __name__ == "__main__":
+    main(lambda: [compare(case) for case in sys.argv[1:]])

@@ -1,0 +1,74 @@
+"""Stages of torch.distributed.pipelining give the update of one process, noise included.
+
+Failure modes: 2 (one threshold for a sample, whatever stages hold of it); 6 (padding, in each part of a micro-batch
+that a schedule makes); 14 and 15 (noise of the whole); 17 (stages are one rank to the sampler).
+"""
+
+import pytest
+
+from tests.distributed.launch import FailedRankError, launch, shared
+
+EXACT = (
+    *("1f1b:block-wise:auto+verified", "gpipe:all-layer:auto+by-hand", "1f1b:all-layer:auto+verified+adaptive"),
+    *("1f1b:layer-wise:ghost+nan", "gpipe:block-wise:auto+units+sums", "1f1b:all-layer:auto+resumed"),
+    "1f1b:all-layer:auto+float32+verified",
+)
+MORE = (
+    *("1f1b:all-layer:auto+checkpointed+offload+secure", "gpipe:block-wise:auto+by-hand", "gpipe:all-layer:auto+nan"),
+    *("1f1b:all-layer:auto+discrete", "1f1b:block-wise:auto+correlated", "1f1b:param-wise:auto+in-order"),
+)
+ON_FOUR = ("1f1b:all-layer:auto+verified", "1f1b:block-wise:auto+by-hand", "gpipe:layer-wise:auto+nan")
+REFUSED = {
+    "gpipe:all-layer:auto+rescaled": "LogicalBatchError: The gradient of",
+    "1f1b:block-wise:auto+rescaled": "LogicalBatchError: The gradient of",
+    "1f1b:all-layer:auto+lost": "is incomplete",
+    "1f1b:block-wise:auto+other-draw": "LogicalBatchError: The stages of the pipeline ran other chunks",
+    "1f1b:block-wise:auto+own-r": "ConfigurationError: Ranks disagree about clipping_groups",
+    "1f1b:all-layer:ghost": "ConfigurationError: Two backward passes need all norms after the first one",
+    "1f1b:all-layer:auto+outside": "LogicalBatchError: Model is a stage of a pipeline, and was called outside",
+    "1f1b:all-layer:auto+mixed": "ConfigurationError: model_parallel_parts",
+    "1f1b:all-layer:auto+renumbered": "is a parameter of the stages on ranks 0 and 1",
+    "1f1b:all-layer:auto+frozen": "ConfigurationError: Stage 1 of the pipeline has no trainable parameter",
+    "1f1b:all-layer:auto+replicated": "ConfigurationError: A stage of a pipeline in DistributedDataParallel or FSDP2",
+}
+ENDS = {
+    "1f1b:block-wise:auto+scaling": "ConfigurationError: Schedule1F1B\\(scale_grads=True\\) divides .grad",
+    "1f1b:block-wise:auto+mixing+verified": "VerificationError: The gradient that this stage of the pipeline gives",
+    "gpipe:block-wise:auto+uneven": "ConfigurationError: A schedule of 3 micro-batches divides the 8 samples",
+}
+
+ITEMS = [
+    *(pytest.param(2, case) for case in EXACT),
+    *(pytest.param(2, case, marks=pytest.mark.exhaustive) for case in MORE),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in ON_FOUR),
+]
+found = shared("pipeline_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=7)
+
+
+@pytest.mark.parametrize(("world_size", "case"), ITEMS)
+def test_stages_change_no_update(world_size: int, case: str) -> None:
+    for result in found(world_size, case):
+        single = "float32" in case
+        assert result["error"] <= (1e-6 if single else 1e-12)
+        staged, alone = result["metrics"]
+        assert staged == pytest.approx(alone, rel=1e-5 if single else 1e-10, nan_ok=True)
+        for name in ("epsilon", "thresholds"):
+            assert result[name][0] == result[name][1]
+
+
+FAULTS = [pytest.param(case, text) for case, text in REFUSED.items()]
+found_refused = shared("pipeline_worker.py", FAULTS, lambda case, _: (2, case), size=len(FAULTS))
+
+
+@pytest.mark.parametrize(("case", "text"), FAULTS)
+def test_all_stages_refuse_what_would_break_the_mechanism(case: str, text: str) -> None:
+    results = found_refused(case, text)
+    assert any(text in result["refused"] for result in results)
+    assert all("refused" in result for result in results)
+
+
+@pytest.mark.parametrize(("case", "text"), ENDS.items())
+@pytest.mark.exhaustive
+def test_a_stage_that_refuses_a_forward_ends_its_rank(case: str, text: str) -> None:
+    with pytest.raises(FailedRankError, match=text):
+        launch("pipeline_worker.py", 2, case, timeout=60)
