@@ -1,7 +1,8 @@
 """Back-ends: where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO.
 
 A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (communicator.py, sharding.py,
-roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py).
+roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py). Ranks with parts of one
+model: model_parts.py, slices.py, expert_parts.py, stages.py, tensor_parallel.py; model_parallel.py refuses all others.
 May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
 """
 

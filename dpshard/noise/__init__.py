@@ -1,7 +1,8 @@
 """The noise of a release: a function of run secret, step, sums, parameter and element. Each rank draws its shard's.
 
 `keyed.py`: Gaussian and discrete Gaussian noise. `discrete_gaussian.py`: the exact sampler. `digest.py`: the digest of
-the sums that keys the noise. `correlation.py`: noise correlated over steps.
+the sums that keys the noise. `pieces.py`: shards cut by keys. `correlation.py`, `workloads.py`, `buffers.py`: noise
+correlated over steps.
 May import `randomness`, `kernels` and below. Not for users. Begin with `keyed.py`.
 """
 

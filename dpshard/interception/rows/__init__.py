@@ -2,8 +2,8 @@
 
 `identity.py` watches a micro-batch; `doubts.py` keeps the findings until the release. The other files hold one kind of
 evidence each: repeated rows, copies of the last sample, computations between two parts of a model. `own_loop.py` tells
-apart the samples of a loop of the user's own. May import `run.py`
-of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
+apart the samples of a loop of the user's own.
+May import `run.py` of `interception`, and `sampling`. Not for users. Begin with `identity.py`.
 """
 
 from dpshard.interception.rows.copies import Copies
