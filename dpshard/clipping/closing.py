@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from dpshard.clipping.functions import ClippingFunction, factors
+from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.stacks import Stack
-from dpshard.records import add_rows
+from dpshard.records import OwnMemory, add_rows
 from dpshard.records.host import all_finite, elementwise, total
 
 _MOST_KEPT = 1024
@@ -40,6 +41,14 @@ class Measured:
     norm_sq_MB: Tensor
     scale_B: Tensor | float
     """See Tape."""
+
+    def copy_records(self, groups: Mapping[int, GroupTape]) -> None:
+        """Copy records that wait for other ranks: schedules receive the next activations where these were."""
+        memory = OwnMemory()
+        for m in self.own:
+            groups[self.indices[m]].own(memory)
+        for stack in self.stacks:
+            stack.own(memory)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from dpshard.errors import LogicalBatchError
 from dpshard.records import (
     Bundle,
     Offload,
+    OwnMemory,
     PerSampleGrad,
     Record,
     Small,
@@ -204,6 +205,12 @@ class GroupTape:
             none_B = torch.zeros_like((cut or whole)[0])
             self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
             self._whole_sq = []
+
+    def own(self, memory: OwnMemory) -> None:
+        """Keep the measured records in memory of their own."""
+        self.entries = {name: [(s, memory.of(r)) for s, r in some] for name, some in self.entries.items()}
+        self._waiting = {name: [(s, w.own(memory)) for s, w in some] for name, some in self._waiting.items()}
+        self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
 
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
         """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm, if any."""

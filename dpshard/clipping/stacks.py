@@ -19,7 +19,7 @@ from torch import Tensor
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.uses import Use
 from dpshard.config import Execution
-from dpshard.records import OuterProduct, PerSampleGrad, Stacked, small_bytes
+from dpshard.records import OuterProduct, OwnMemory, PerSampleGrad, Stacked, small_bytes
 from dpshard.rules.call import Recipe, Source
 
 FEWEST = 4
@@ -68,6 +68,10 @@ class Stack:
         """Squared norms [n, B]."""
         norm_sq_nB, self.stacked = self.stacked.measured(execution.norm, keep=execution.keep_per_sample)
         return norm_sq_nB
+
+    def own(self, memory: OwnMemory) -> None:
+        """Keep the records in memory of their own."""
+        self.stacked = replace(self.stacked, record=memory.of(self.stacked.record))
 
     def clipped_sums(self, sum_weight_nB: Tensor, nonfinite_nB: Tensor | None) -> dict[str, Tensor]:
         """Clipped sums by name."""

@@ -310,6 +310,7 @@ class Tape:
             measured = self._measure([i for i in self.clipper.groups_of(anchor) if i in self.groups], stacks)
             if measured is not None and anchor in self.clipper.spanning:  # then each group has its own anchor
                 self._spanning[anchor] = measured
+                measured.copy_records(self.groups)
             elif measured is not None:
                 self._clip(measured)
         self._closed.add(anchor)

@@ -13,6 +13,7 @@ from dpshard.records.numerics import WIDE, accum_dtype, add_rows, as_complex, as
 from dpshard.records.of_samples import Owners, of_samples
 from dpshard.records.offload import Offload, Waiting
 from dpshard.records.outer_product import OuterProduct
+from dpshard.records.owned import OwnMemory
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
@@ -28,6 +29,7 @@ __all__ = [
     "HeadRecord",
     "Offload",
     "OuterProduct",
+    "OwnMemory",
     "Owners",
     "PerSampleGrad",
     "Record",

@@ -3,8 +3,9 @@
 Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTION...] [...]
 
 Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
-(blocks); nan (in some samples); resumed (after a step, on stages and on one process); by-hand (without noise, against
-one sample at a time). Options that are faults: see `told_wrongly` and `faulty`.
+(blocks); nan (in some samples); overwritten (inputs, after the schedule's step); resumed (after a step, on stages and
+on one process); by-hand (without noise, against one sample at a time). Options that are faults: see `told_wrongly` and
+`faulty`.
 """
 
 import math
@@ -160,6 +161,10 @@ def train(
                 engine.record_loss(loss.sum() / len(x) if "sums" in options else loss.mean())
             else:
                 schedule.step()
+            if "overwritten" in options:  # what records are made of, as a next forward overwrites it
+                received = [info.buffer for some in schedule._stage.args_recv_info.values() for info in some]
+                for activation in [x] if schedule._stage.is_first else received:
+                    activation.data.mul_(100)
             if "rescaled" in options and logical_batch.complete:
                 schedule._stage.scale_grads(2)
         optimizer.step()

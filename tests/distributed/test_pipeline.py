@@ -9,12 +9,20 @@ import pytest
 from tests.distributed.launch import FailedRankError, launch, shared
 
 EXACT = (
-    *("1f1b:block-wise:auto+verified", "gpipe:all-layer:auto+by-hand", "1f1b:all-layer:auto+verified+adaptive"),
+    *(
+        "1f1b:block-wise:auto+verified",
+        "gpipe:all-layer:auto+by-hand+overwritten",
+        "1f1b:all-layer:auto+verified+adaptive",
+    ),
     *("1f1b:layer-wise:ghost+nan", "gpipe:block-wise:auto+units+sums", "1f1b:all-layer:auto+resumed"),
     "1f1b:all-layer:auto+float32+verified",
 )
 MORE = (
-    *("1f1b:all-layer:auto+checkpointed+offload+secure", "gpipe:block-wise:auto+by-hand", "gpipe:all-layer:auto+nan"),
+    *(
+        "1f1b:all-layer:auto+checkpointed+offload+secure+overwritten",
+        "gpipe:block-wise:auto+by-hand",
+        "gpipe:all-layer:auto+nan",
+    ),
     *("1f1b:all-layer:auto+discrete", "1f1b:block-wise:auto+correlated", "1f1b:param-wise:auto+in-order"),
 )
 ON_FOUR = ("1f1b:all-layer:auto+verified", "1f1b:block-wise:auto+by-hand", "gpipe:layer-wise:auto+nan")

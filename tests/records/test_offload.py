@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 
 from dpshard.errors import ConfigurationError, LogicalBatchError
-from dpshard.records import Offload, OuterProduct, PerSampleGrad
+from dpshard.records import Offload, OuterProduct, OwnMemory, PerSampleGrad
 from dpshard.records.offload import pinned, trial
 from dpshard.records.offload.copies import Copies
 from tests.networks import Network, sentences
@@ -200,6 +200,29 @@ def test_what_was_written_since_is_not_the_same():
     assert offload.fetch(fourth)[1]  # measured with 3, but 2 left
     assert offload.take_differing()
     assert offload.take_differing() is None
+
+
+@pytest.mark.parametrize(
+    "offload", [Offload(0, lambda _: SimulatedGpu()), Offload(1, lambda _: SimulatedGpu()), Offload(1)]
+)
+def test_records_of_their_own_memory_do_not_see_later_writes(offload):
+    x, rows = torch.randn(2, 5, 3, 1), torch.randn(2, 1, 1, 4)
+    record = OuterProduct(rows.expand(2, 1, 3, 4), x.mT[..., 1:], torch.Size((4, 4)))
+    expected = record.rows.clone(), record.cols.clone()
+    waiting = offload.wait("w", record).own(OwnMemory())
+    x.data.zero_()
+    rows.data.zero_()
+    found = offload.fetch(waiting)[0]
+    assert torch.equal(found.rows, expected[0])
+    assert torch.equal(found.cols, expected[1])
+
+
+def test_what_records_share_is_copied_once():
+    memory, x = OwnMemory(), torch.randn(2, 1, 3, 5)
+    first, second = (memory.of(product(x, seed)) for seed in range(2))
+    assert first.cols.data_ptr() == second.cols.data_ptr() != x.data_ptr()
+    rows = torch.randn(1, 1, 1, 4).expand(2, 1, 3, 4)
+    assert memory.copy(rows).untyped_storage().nbytes() == 16
 
 
 def test_only_what_exceeds_the_budget_leaves_and_the_last_summed_first():

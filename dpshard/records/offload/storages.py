@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dpshard.records.offload.copies import Away
+from dpshard.records.owned import OwnMemory
 
 
 class Storage:
@@ -27,6 +28,11 @@ class Storage:
         self.differs: Tensor | None = None
         """bool []: other bytes returned."""
         self._drop = drop
+
+    def own(self) -> None:
+        """Copy bytes that are on the device, because others may write to them."""
+        if isinstance(self.place, Tensor):
+            self.place = self.place.clone()
 
     def __del__(self) -> None:
         """Give the memory back."""
@@ -63,6 +69,13 @@ class Waiting:
     def storages(self) -> list[Storage]:
         """Return the storages of the record."""
         return [value.storage for value in self.values.values() if isinstance(value, View)]
+
+    def own(self, memory: OwnMemory) -> Waiting:
+        """Return the record in memory of its own."""
+        for storage in self.storages():
+            storage.own()
+        values = {key: memory.copy(x) if isinstance(x, Tensor) else x for key, x in self.values.items()}
+        return replace(self, values=values)
 
 
 def bytes_of(x: Tensor) -> Tensor:
