@@ -108,8 +108,8 @@ class PrivacyEngine:
             warning.
         earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics:
             epsilon covers them, and calibration leaves room for them.
-        model_parallel_group: The ranks that hold parts of this model or of its samples, unless DTensors tell. Or a
-            group of this one rank: other ranks train other models.
+        model_parallel_group: The ranks that hold parts of this model or of its samples, unless DTensors show it.
+            Or a group of this one rank: other ranks train other models.
         model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
             that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
             "sum": the parameter and a term of its gradient; "samples": the parameter and samples of its own, beside

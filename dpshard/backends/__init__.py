@@ -33,16 +33,16 @@ __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Return the back-end for the wrapper of `model`; the user tells group and parts of a model on several ranks.
+    """Return the back-end for the wrapper of `model`; group and parts declare a model on several ranks.
 
     Raises ConfigurationError for unsupported wrappers, and for ranks that share no data, see PrivacyEngine.
     """
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
-    told: DeclaredParts | None = None
+    declared: DeclaredParts | None = None
     if model_parallel_group is not None and model_parallel_group.size() > 1:
-        told = model_parallel_group, model_parallel_parts
-    backend = _chosen(model, told)
+        declared = model_parallel_group, model_parallel_parts
+    backend = _chosen(model, declared)
     try:
         require_all_ranks(
             backend.sharding.core, backend.communicator.world_size, model_parallel_group=model_parallel_group
@@ -53,11 +53,11 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
     return backend
 
 
-def _chosen(model: nn.Module, told: DeclaredParts | None) -> Backend:
-    if told is not None and (is_model_engine(model) or placed_parameters(model, beside_fsdp=True)):
+def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
+    if declared is not None and (is_model_engine(model) or placed_parameters(model, beside_fsdp=True)):
         raise ConfigurationError(
-            "model_parallel_parts tells of plain parameters, under DistributedDataParallel, FSDP2 or neither. DTensors "
-            "of parallelize_module tell their parts by themselves: leave it out. DeepSpeed is not supported here."
+            "model_parallel_parts declares plain parameters, under DistributedDataParallel, FSDP2 or neither. Leave it "
+            "out for DTensors of parallelize_module, which show their parts. DeepSpeed is not supported here."
         )
     if is_model_engine(model):
         from dpshard.backends.deepspeed.backend import deepspeed_backend
@@ -76,10 +76,10 @@ def _chosen(model: nn.Module, told: DeclaredParts | None) -> Backend:
     if not dist.is_available() or not dist.is_initialized():
         refuse_foreign_placements(model)
         return local_backend(model)
-    if told is not None and are_stages(told[1]):
+    if declared is not None and are_stages(declared[1]):
         from dpshard.backends.pipeline import pipeline_backend
 
-        return pipeline_backend(model, told)
+        return pipeline_backend(model, declared)
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from dpshard.backends.ddp import ddp_backend
@@ -91,10 +91,12 @@ def _chosen(model: nn.Module, told: DeclaredParts | None) -> Backend:
             "them. Use FSDP2: fully_shard(model), or fsdp_version=2 of accelerate (--fsdp_version 2 of its launcher)."
         )
     if any(isinstance(module, FSDPModule) for module in model.modules()):
-        return fsdp2_backend(model, told)
+        return fsdp2_backend(model, declared)
     if placed_parameters(model) and not isinstance(model, DistributedDataParallel):
         from dpshard.backends.tensor_parallel import tensor_parallel_backend
 
         return tensor_parallel_backend(model)
     refuse_foreign_placements(model)
-    return ddp_backend(model, told) if isinstance(model, DistributedDataParallel) else local_backend(model, told)
+    if isinstance(model, DistributedDataParallel):
+        return ddp_backend(model, declared)
+    return local_backend(model, declared)

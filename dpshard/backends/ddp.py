@@ -29,7 +29,7 @@ from dpshard.names import canonical_name
 from dpshard.records import WIDE, accum_dtype
 
 
-def ddp_backend(model: DistributedDataParallel, told: DeclaredParts | None = None) -> Backend:
+def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None = None) -> Backend:
     """Return the back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
@@ -39,9 +39,9 @@ def ddp_backend(model: DistributedDataParallel, told: DeclaredParts | None = Non
     store = DotGradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
     layout = f"{communicator.world_size} replicas"
-    if told is None:
+    if declared is None:
         return Backend(layout, communicator, sharding, reduction, store)
-    everyone, grid = sharding.tell(told, communicator)
+    everyone, grid = sharding.take_declared(declared, communicator)
     if sharding.parts is not None and sharding.parts.of_samples:
         _refuse_reduced_experts(model, sharding)
         return Backend(f"{layout}, with experts of their own", everyone, sharding, reduction, store, None, grid)

@@ -1,4 +1,4 @@
-"""Experts on several ranks, which each have samples of their own: rows go to the experts' ranks, and come home.
+"""Experts on several ranks, which each have samples of their own: rows go to the experts' ranks, and return.
 
 [Note: Rows of other ranks' samples]
 Each of W ranks has B samples. An expert meets rows of all W * B. Its records, norms and factors are of all of them;
@@ -7,7 +7,7 @@ has other elements on each. So all ranks get the same norms [W * B], and the sam
 clipped gradients is complete on its rank: nothing is reduced. The sums of other parameters are reduced over the ranks,
 as those of replicas.
 
-Rows that set out get the numbers of their samples plus (rank + 1) * B, so that no function takes them for own rows.
+Rows that leave a rank get the numbers of their samples plus (rank + 1) * B, so no function takes them for own rows.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dpshard.backends.model_parts import SAMPLES, DeclaredParts, ModelParts, kin
 from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
-def are_experts(told: DeclaredParts) -> bool:
-    """Return True if the user tells of experts that meet samples of several ranks."""
-    return SAMPLES in told[1].values()
+def are_experts(declared: DeclaredParts) -> bool:
+    """Return True if the user declares experts that meet samples of several ranks."""
+    return SAMPLES in declared[1].values()
 
 
 class ExpertParts(ModelParts):
@@ -33,9 +33,9 @@ class ExpertParts(ModelParts):
     of_samples = True
 
     @classmethod
-    def told(cls, told: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ExpertParts:
-        """Return the parts that a user tells: 0 for the parameters of experts, "samples" for all others."""
-        group, kinds = told
+    def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ExpertParts:
+        """Return the parts that a user declares: 0 for the parameters of experts, "samples" for all others."""
+        group, kinds = declared
         if wrong := [kind for kind in kinds.values() if kind not in (0, SAMPLES) or isinstance(kind, bool)]:
             raise ConfigurationError(
                 f"model_parallel_parts gives {wrong[0]!r} beside 'samples': with samples of its own on every rank, "
@@ -84,7 +84,7 @@ class ExpertParts(ModelParts):
     def exchanged(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """See Exchange: rows set out with numbers below B, and come home with others."""
+        """See Exchange: rows leave with numbers below B, and return with others."""
         arrived = self._sent(sample_N, received, sent)
         sizes = self.gather(torch.tensor([batch_size], device=self.device)).view(-1)
         if bool((sizes != batch_size).any()):
@@ -113,7 +113,7 @@ class ExpertParts(ModelParts):
 
 
 class ExpertRanks:
-    """All ranks, which share the data, and hold experts of their own. Raises ConfigurationError for other groups."""
+    """All ranks; they share the data, and hold experts of their own. Raises ConfigurationError for other groups."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         ranks = torch.distributed.get_process_group_ranks

@@ -18,14 +18,14 @@ from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameter
 from dpshard.records import as_real
 
 
-def local_backend(model: nn.Module, told: DeclaredParts | None = None) -> Backend:
+def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
     """Return the back-end of a model in one process, or of plain tensors that are parts of one."""
-    if told is None:
+    if declared is None:
         sharding = Unsharded(model)
         store = DotGradStore(sharding)
         return Backend("one process", Communicator(), sharding, NoReduction(store), store)
     sharding, data = Unsharded(model), Communicator()
-    everyone, grid = sharding.tell(told, data)
+    everyone, grid = sharding.take_declared(declared, data)
     store = DotGradStore(sharding)
     return Backend(f"parts on {everyone.world_size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
 

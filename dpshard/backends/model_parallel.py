@@ -1,9 +1,9 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
 [Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm. If nobody
-tells which (model_parts.py), the sample counts for more than R, and engines on the parts draw different batches. Four
-signs are checked:
+Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm. Without a
+declaration (model_parts.py), the sample counts for more than R, and engines on the parts draw different batches. The
+engine checks four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
@@ -27,7 +27,7 @@ from dpshard.names import canonical_name
 _KINDS = "tensor, pipeline, context or expert parallelism"
 _TODAY = (
     "dpshard trains whole models on whole samples, sharded by DistributedDataParallel, FSDP2, HSDP or DeepSpeed's ZeRO "
-    "over all ranks, and parts of models and samples that parallelize_module or model_parallel_parts tells (see "
+    "over all ranks, and parts of models and samples that parallelize_module or model_parallel_parts declares (see "
     "docs/sharding.md)"
 )
 
@@ -53,20 +53,20 @@ def processes() -> int:
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
-def require_known_group(group: Any, told: Any) -> None:
-    """Raise ConfigurationError unless `group` is None, contains only this rank, or the user tells its parts."""
+def require_known_group(group: Any, declared: Any) -> None:
+    """Raise ConfigurationError unless `group` is None, contains only this rank, or the user declares its parts."""
     if group is None:
-        if told is not None:
+        if declared is not None:
             raise ConfigurationError(
                 "model_parallel_parts says which parts of the model ranks hold, but not which ranks: give "
-                "model_parallel_group, too. (DTensors of parallelize_module tell both by themselves.)"
+                "model_parallel_group, too. (DTensors of parallelize_module show both by themselves.)"
             )
         return
     if processes() == 1 or not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(
             f"model_parallel_group={group!r} must be a torch.distributed.ProcessGroup that contains this rank, or None."
         )
-    if group.size() > 1 and not isinstance(told, Mapping):
+    if group.size() > 1 and not isinstance(declared, Mapping):
         raise ConfigurationError(
             f"model_parallel_group has {group.size()} ranks, which hold parts of one model: say which, by "
             f"model_parallel_parts={{'*.up.weight': 0, '*.down.weight': 1, '*': 'same'}} (see docs/sharding.md). Pass "
@@ -82,7 +82,7 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
             f"others is unknown. If the model is not distributed yet, wrap it in DistributedDataParallel, or call "
             f"fully_shard on it, and make the engine for the result (compile before you wrap: "
             f"DistributedDataParallel(torch.compile(model))). If ranks hold parts of one model or of "
-            f"one sample ({_KINDS}), tell which, by model_parallel_group and model_parallel_parts. {_TODAY}. "
+            f"one sample ({_KINDS}), declare it by model_parallel_group and model_parallel_parts. {_TODAY}. "
             f"If they train other models, start each training by its own launcher, or pass a group of only this rank: "
             f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."
         )
@@ -159,9 +159,10 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
 def _refuse_pipeline(callers: Iterator[str]) -> None:
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
-            f"This forward belongs to a stage of a pipeline, which holds a part of the model, and nobody told the "
-            f"engine: make it with model_parallel_group=GROUP, model_parallel_parts={{'*': 'stage'}}, on every rank of "
-            f"a torch.distributed.pipelining schedule. DeepSpeed's pipelines are not supported. {_TODAY}."
+            f"This forward belongs to a stage of a pipeline, which holds a part of the model, but the engine takes it "
+            f"for a whole model: give it model_parallel_group=GROUP and model_parallel_parts={{'*': 'stage'}}, "
+            f"on every rank of a torch.distributed.pipelining schedule. DeepSpeed's pipelines are not supported. "
+            f"{_TODAY}."
         )
 
 
@@ -181,8 +182,8 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
         f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} that "
-        f"nobody tells is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce figures for "
-        f"the log outside of the forward."
+        f"the script does not declare is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
+        f"figures for the log outside of the forward."
     )
 
 

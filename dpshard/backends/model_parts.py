@@ -31,7 +31,7 @@ from dpshard.noise.keyed import SumShard
 from dpshard.records import as_complex, as_real
 
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
-"""Group of the ranks, and their parts by patterns of names, as the user tells them."""
+"""Group of the ranks, and their parts by patterns of names, as the user declares them."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
 """Of a parameter that every rank holds whole: each rank has the gradient, a term of it, or that of its own samples."""
@@ -80,9 +80,9 @@ class ModelParts:
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @classmethod
-    def told(cls, told: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
-        """Return the parts that a user tells; see `kinds_of`."""
-        group, kinds = told
+    def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
+        """Return the parts that a user declares; see `kinds_of`."""
+        group, kinds = declared
         cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
         return cls(group, device, cut, termwise)
 
@@ -93,7 +93,7 @@ class ModelParts:
 
     @property
     def plain(self) -> bool:
-        """True if parts are plain tensors, which do not tell what they are parts of."""
+        """True if parts are plain tensors, which do not show what they are parts of."""
         return self.mesh is None
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
@@ -102,7 +102,7 @@ class ModelParts:
 
     @property
     def facts(self) -> str:
-        """What all ranks must be told alike."""
+        """The declarations that all ranks must share."""
         return repr((sorted(self._cut.items()), sorted(self._termwise)))
 
     # --- samples of all ranks: see clipping.parts and ExpertParts --------------------------------------------------
@@ -317,16 +317,16 @@ class Grid:
 
 
 def kinds_of(
-    told: Mapping[str, int | str], shapes: Mapping[str, Sequence[int]]
+    declared: Mapping[str, int | str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Return (dimension by parameter with parts, parameters of terms) from what the user tells, by patterns.
+    """Return (dimension by parameter with parts, parameters of terms) from the declared patterns.
 
-    The first pattern that fits a name counts. Raises ConfigurationError for other values, and untold parameters.
+    The first pattern that fits a name counts. Raises ConfigurationError for other values and undeclared parameters.
     """
     cut: dict[str, int] = {}
     termwise = set()
     for name, shape in shapes.items():
-        found = next((kind for pattern, kind in told.items() if fnmatch.fnmatchcase(name, pattern)), None)
+        found = next((kind for pattern, kind in declared.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if found is None:
             raise ConfigurationError(
                 f"model_parallel_parts says nothing of {name}. Give a dimension (0 for column-wise, 1 for row-wise "

@@ -21,7 +21,7 @@ from dpshard.backends.stages import Stages
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
-def pipeline_backend(model: nn.Module, told: DeclaredParts) -> Backend:
+def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
     """Return the back-end of a stage. Raises ConfigurationError for a stage that is sharded or replicated, too."""
     if any(isinstance(module, (DistributedDataParallel, FSDPModule)) for module in model.modules()):
         raise ConfigurationError(
@@ -30,7 +30,7 @@ def pipeline_backend(model: nn.Module, told: DeclaredParts) -> Backend:
         )
     refuse_foreign_placements(model)
     sharding, data = StageSharding(model), Communicator()
-    everyone, grid = sharding.tell(told, data)
+    everyone, grid = sharding.take_declared(declared, data)
     store = DotGradStore(sharding)
     layout = f"stages on {everyone.world_size} ranks"
     return Backend(layout, everyone, sharding, DirectReduction(store), store, data, grid)
@@ -41,8 +41,8 @@ class StageSharding(Unsharded):
 
     parts: Stages
 
-    def _told(self, told: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
-        return Stages(told[0], self.device, self.parameters), Grid
+    def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
+        return Stages(declared[0], self.device, self.parameters), Grid
 
     @property
     def everywhere(self) -> Sequence[Any]:

@@ -33,8 +33,8 @@ class Chunk:
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
     """Return the chunk of the forward of `module` that begins; None for a forward whose gradients nobody takes.
 
-    These are evaluations, and forwards that tell torch the shapes. Raises LogicalBatchError outside of a schedule, and
-    ConfigurationError for schedules and stages that are not supported.
+    These are evaluations, and forwards by which torch infers shapes. Raises LogicalBatchError outside of a schedule,
+    and ConfigurationError for schedules and stages that are not supported.
     """
     stage, index, schedule = _on_the_stack()
     if stage is None and schedule is None:
@@ -92,7 +92,7 @@ def _check(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGrou
     ranks = dist.get_process_group_ranks(stage.group)
     if stage.num_stages != group.size() or ranks != dist.get_process_group_ranks(group):
         raise ConfigurationError(
-            f"The pipeline has {stage.num_stages} stages on the ranks {ranks}, but the engine was told the ranks "
+            f"The pipeline has {stage.num_stages} stages on the ranks {ranks}, but model_parallel_group has the ranks "
             f"{dist.get_process_group_ranks(group)}: stages beyond them would clip by another threshold. Give "
             f"PipelineStage and PrivacyEngine(model_parallel_group=...) one group, with a stage on each of its ranks."
         )

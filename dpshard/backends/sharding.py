@@ -252,14 +252,14 @@ class Unsharded(Sharding):
         super().__init__(core, core if outermost is None else outermost, parts)
         self._make_isolated, self._meet = isolated, together
 
-    def tell(self, told: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
+    def take_declared(self, declared: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
         """Take the plain parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
 
         Detaches and raises ConfigurationError if they are no grid, or the parts do not fit.
         """
         everyone = all_ranks(self.device)
         try:
-            parts, ranks = self._told(told, data)
+            parts, ranks = self._parts_and_ranks(declared, data)
             grid = ranks(data, parts, everyone)
         except ConfigurationError:
             self.detach()
@@ -267,10 +267,10 @@ class Unsharded(Sharding):
         self.parts, self._meet = parts, everyone.meet if parts.meets else None
         return everyone, grid
 
-    def _told(self, told: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
-        experts = data.world_size > 1 and are_experts(told)
+    def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
+        experts = data.world_size > 1 and are_experts(declared)
         kind, ranks = (ExpertParts, ExpertRanks) if experts else (ModelParts, Grid)
-        return kind.told(told, self.parameters, self.device), ranks
+        return kind.declared(declared, self.parameters, self.device), ranks
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

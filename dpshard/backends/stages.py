@@ -26,15 +26,15 @@ from dpshard.clipping.groups import ClippingGroup, form_groups, labelled
 from dpshard.errors import ConfigurationError
 
 STAGE = "stage"
-"""Told of parameters that only this rank holds."""
+"""Declares parameters that only this rank holds."""
 
 
-def are_stages(told: Mapping[str, Any]) -> bool:
-    """Return True if the user tells stages. Raises ConfigurationError if only some parameters are of a stage."""
-    kinds = list(told.values())
+def are_stages(declared: Mapping[str, Any]) -> bool:
+    """Return True if the user declares stages. Raises ConfigurationError if only some parameters are of a stage."""
+    kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
-            f"model_parallel_parts={dict(told)!r}: a stage of a pipeline holds its parameters alone, so all are "
+            f"model_parallel_parts={dict(declared)!r}: a stage of a pipeline holds its parameters alone, so all are "
             f"'stage'. Tensor or context parallelism within a stage is not supported."
         )
     return STAGE in kinds
@@ -79,7 +79,7 @@ class Stages(ModelParts):
 
     @property
     def facts(self) -> str:
-        """What all ranks must be told alike."""
+        """The declarations that all ranks must share."""
         return STAGE
 
     def is_cut(self, name: str) -> bool:

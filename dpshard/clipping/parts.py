@@ -13,7 +13,7 @@ class Parts(Protocol):
     [Note: Norms of parts]
     Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the ranks. Every rank has
     the same *whole*: the first rank counts it. Every rank has a *term* of a sum (over parts of a sequence): terms add
-    up before they are squared. Each rank then has a slice of the sum, if the user tells the terms, or all of it, under
+    up before they are squared. Each rank then has a slice of the sum, if the user declares terms, or all of it, under
     SequenceParallel. A sample's factor is computed from a norm that is bitwise equal on all ranks, so what the ranks
     release is one vector, of at most the threshold's length.
     """

@@ -55,9 +55,9 @@ class Exchange(Protocol):
     def exchanged(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """Return the samples of the rows that arrive; None for rows that do not come home.
+        """Return the samples of the rows that arrive; None for rows that return to a rank that did not send them.
 
-        Each rank sends and receives so many rows to and from each. `of_samples`: numbers from B on are away from home.
+        `received`, `sent`: numbers of rows by rank. With `of_samples`, numbers from B on are rows of other ranks.
         """
         ...
 

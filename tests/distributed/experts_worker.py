@@ -1,4 +1,4 @@
-"""One rank of trainings with experts on several ranks, each held against one process; prints JSON.
+"""One rank of trainings with experts on several ranks, each compared with one process; prints JSON.
 
 Usage: torchrun --nproc_per_node=W experts_worker.py KIND:STYLE:MODE[+OPTION...] [...]
 

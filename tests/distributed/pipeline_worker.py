@@ -1,4 +1,4 @@
-"""One rank of pipelines, each held against one process; prints JSON.
+"""One rank of pipelines, each compared with one process; prints JSON.
 
 Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTION...] [...]
 

@@ -1,4 +1,4 @@
-"""One rank of trainings under tensor parallelism, each held against the same training in one process; prints JSON.
+"""One rank of trainings under tensor parallelism, each compared with the same training in one process; prints JSON.
 
 Usage: torchrun --nproc_per_node=W tensor_parallel_worker.py MESH:STYLE:MODE[+OPTION...] [...]
 

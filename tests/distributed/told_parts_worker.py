@@ -1,4 +1,4 @@
-"""One rank of trainings with parts that the user tells, each held against one process; prints JSON.
+"""One rank of trainings with declared parts, each compared with one process; prints JSON.
 
 Usage: torchrun --nproc_per_node=W told_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
 

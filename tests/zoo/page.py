@@ -1,4 +1,4 @@
-"""docs/models.md: what the zoo was held against the oracle with. Written by `python -m tests.zoo.page`.
+"""docs/models.md: what the tests of the zoo compare with the oracle. Written by `python -m tests.zoo.page`.
 
 A row is what one test saw. The tests compare theirs with the page whenever they run, so the page stays current.
 """

@@ -1,4 +1,4 @@
-"""How a whole model is held against the oracle: one private step, the model untouched, in two clipping styles.
+"""Compare a whole model with the oracle: one private step, the model untouched, in two clipping styles.
 
 Many models compute parts of themselves in float32 whatever their dtype (`hidden_states.to(torch.float32)` in every
 RMSNorm). Under such rounding, 1e-7, an error of 1e-8 would not show: so `Wide` makes these casts float64, for the

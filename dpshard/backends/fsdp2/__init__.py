@@ -16,9 +16,9 @@ from dpshard.backends.model_parts import DeclaredParts, Grid
 from dpshard.errors import ConfigurationError
 
 
-def fsdp2_backend(model: nn.Module, told: DeclaredParts | None = None) -> Backend:
-    """Return the back-end of a model on which `fully_shard` was called; `told`: its parameters are parts of one."""
-    sharding = FSDP2Sharding(model, told)
+def fsdp2_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
+    """Return the back-end of a model on which `fully_shard` was called; `declared`: its parts, if it has some."""
+    sharding = FSDP2Sharding(model, declared)
     store = DotGradStore(sharding)
     layout = f"shards on a mesh of {' x '.join(map(str, sharding.mesh.shape))}"
     reduction = UnitReduction(sharding, store)

@@ -27,11 +27,11 @@ class FSDP2Sharding(Sharding):
     Raises ConfigurationError for placements that dpshard does not support.
     """
 
-    def __init__(self, model: nn.Module, told: DeclaredParts | None = None) -> None:
+    def __init__(self, model: nn.Module, declared: DeclaredParts | None = None) -> None:
         super().__init__(model, model)
         try:
             self.mesh, self.shard_dim, of_model = mesh_of(model, self.parameters)
-            self.parts = self._parts_of(of_model, told)
+            self.parts = self._parts_of(of_model, declared)
             self.units = list(units_of(model, {id(p): name for name, p in self.parameters.items()}))
             for unit in self.units:
                 self._refuse_mixed(unit)
@@ -65,16 +65,16 @@ class FSDP2Sharding(Sharding):
         return {name: parts.whole_shape(name, shape) for name, shape in shapes.items()}
 
     def _parts_of(
-        self, of_model: Mapping[str, tuple[DeviceMesh, Any]], told: DeclaredParts | None
+        self, of_model: Mapping[str, tuple[DeviceMesh, Any]], declared: DeclaredParts | None
     ) -> ModelParts | None:
         """Return the parts that tensor parallelism made of the parameters; None without any."""
-        if told is not None:
+        if declared is not None:
             if of_model:
                 raise ConfigurationError(
-                    "model_parallel_parts tells of plain parameters, but parallelize_module has placed some: these "
-                    "tell their parts by themselves. Leave it out."
+                    "model_parallel_parts declares plain parameters, but parallelize_module has placed some, which "
+                    "show their parts by themselves. Leave it out."
                 )
-            return ModelParts.told(told, self.parameters, self.compute_device)
+            return ModelParts.declared(declared, self.parameters, self.compute_device)
         if not of_model:
             return None
         meshes = {mesh for mesh, _ in of_model.values()}

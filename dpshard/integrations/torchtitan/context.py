@@ -19,8 +19,8 @@ class DocumentParts:
         self._mesh, self._balancer = mesh, balancer
 
     @property
-    def told(self) -> dict[str, Any]:
-        """Return what the engine is told: every rank holds the parameters, and a term of their gradients."""
+    def settings(self) -> dict[str, Any]:
+        """Return settings of the engine: every rank holds the parameters, and a term of their gradients."""
         return {"model_parallel_group": self._mesh.get_group(), "model_parallel_parts": {"*": "sum"}}
 
     def own(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -66,7 +66,7 @@ class PrivateTrainer(Trainer):
             sample_size=len(documents),
             steps=training.steps,
             **config.privacy.settings(),
-            **({} if self._parts is None else self._parts.told),
+            **({} if self._parts is None else self._parts.settings),
         )
         self._state: EngineState | None = None
         if config.checkpoint.enable:

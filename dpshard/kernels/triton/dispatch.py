@@ -1,6 +1,6 @@
 """The choice of kernels: it depends only on the device, dtypes and sizes.
 
-On every device, kernels are first held against torch's own results. One that differs switches them off.
+On every device, the first use compares kernels with torch's own results. One that differs switches them off.
 """
 
 from __future__ import annotations

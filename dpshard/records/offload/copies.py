@@ -136,7 +136,7 @@ class Copies:
         return room
 
     def forget(self, away: Away) -> None:
-        """Drop bytes that nobody will fetch."""
+        """Drop bytes without fetching them."""
         if away.cut is not None:
             away.cut.let_go()
         elif away in self._arriving:

@@ -34,7 +34,7 @@ class Offload:
 
     def bundles_small(self) -> bool:
         """Return True if small records may wait to be measured together."""
-        return self._keep == "auto"  # memory in use tells of them
+        return self._keep == "auto"  # the memory in use includes them
 
     def wait(self, name: str, record: Record) -> Waiting:
         """Take a measured record of a parameter, and let what does not fit leave."""

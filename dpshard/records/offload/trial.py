@@ -1,4 +1,4 @@
-"""Records that left and returned, held against what they were, once on each GPU."""
+"""Compare records that left and returned with what they were, once on each GPU."""
 
 from __future__ import annotations
 
