@@ -65,17 +65,17 @@ class ExpertParts(ModelParts):
         """See Parts: both are of this rank's elements, or samples, alone."""
         return self.over_ranks(cut_B + whole_B)
 
-    def among_all(self, x_B: Tensor) -> Tensor:
+    def pad_to_all(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         all_B = x_B.new_zeros(self.size, len(x_B))
         all_B[self.rank] = x_B
         return all_B.view(-1)
 
-    def own(self, x_B: Tensor) -> Tensor:
+    def select_own(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         return x_B.view(self.size, -1)[self.rank]
 
-    def everyone(self, x_B: Tensor) -> Tensor:
+    def gather_samples(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         return self.gather(x_B).view(-1)
 
@@ -99,11 +99,11 @@ class ExpertParts(ModelParts):
         home = arrived - (self.rank + 1) * batch_size
         return home if bool(((home >= 0) & (home < batch_size)).all()) else None
 
-    def count(self, batch_size: int, names: Collection[str]) -> int:
+    def sample_count(self, batch_size: int, names: Collection[str]) -> int:
         """See Exchange."""
         return batch_size * self.size if any(map(self.is_cut, names)) else batch_size
 
-    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+    def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
         """See Exchange."""
         of_experts = {self.is_cut(name) for name in names}
         if of_experts == {False}:

@@ -110,23 +110,23 @@ class ModelParts:
     of_samples = False
     """See Parts."""
 
-    def among_all(self, x_B: Tensor) -> Tensor:
+    def pad_to_all(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         return x_B
 
-    def own(self, x_B: Tensor) -> Tensor:
+    def select_own(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         return x_B
 
-    def everyone(self, x_B: Tensor) -> Tensor:
+    def gather_samples(self, x_B: Tensor) -> Tensor:
         """See Parts."""
         return x_B
 
-    def count(self, batch_size: int, names: Collection[str]) -> int:
+    def sample_count(self, batch_size: int, names: Collection[str]) -> int:
         """See Exchange."""
         return batch_size
 
-    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+    def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
         """See Exchange."""
         return sample_N
 

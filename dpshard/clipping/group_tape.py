@@ -152,7 +152,7 @@ class GroupTape:
         if self._is_cut(name):
             self._norm_sq.append(norm_sq_B)
         else:
-            self._whole_sq.append(norm_sq_B if self.roots.parts is None else self.roots.parts.among_all(norm_sq_B))
+            self._whole_sq.append(norm_sq_B if self.roots.parts is None else self.roots.parts.pad_to_all(norm_sq_B))
         return kept
 
     def _is_cut(self, name: str) -> bool:
@@ -242,7 +242,7 @@ class GroupTape:
         assert weight_B is not None  # sum() asks for it
         if parts is None or self._is_cut(name):
             return weight_B, nonfinite_B
-        return parts.own(weight_B), None if nonfinite_B is None else parts.own(nonfinite_B)
+        return parts.select_own(weight_B), None if nonfinite_B is None else parts.select_own(nonfinite_B)
 
     def sum(self, name: str) -> None:
         """Add the clipped sum of a parameter's records, and drop them."""

@@ -30,18 +30,18 @@ class Parts(Protocol):
         """
         ...
 
-    def among_all(self, x_B: Tensor) -> Tensor:
+    def pad_to_all(self, x_B: Tensor) -> Tensor:
         """Return numbers [W * B] of all ranks' samples: `x_B` for the rank's own, else 0.
 
         This and the next two return their argument if not `of_samples`.
         """
         ...
 
-    def own(self, x_B: Tensor) -> Tensor:
+    def select_own(self, x_B: Tensor) -> Tensor:
         """Return the numbers [B] of the rank's own samples, from those of all."""
         ...
 
-    def everyone(self, x_B: Tensor) -> Tensor:
+    def gather_samples(self, x_B: Tensor) -> Tensor:
         """Return the numbers [W * B] of all ranks' samples, from each rank's own."""
         ...
 

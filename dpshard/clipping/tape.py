@@ -244,7 +244,7 @@ class Tape:
         if parts is not None:
             for index in indices:
                 parts.meet(index)
-            scale_B = parts.everyone(scale_B) if isinstance(scale_B, Tensor) else scale_B
+            scale_B = parts.gather_samples(scale_B) if isinstance(scale_B, Tensor) else scale_B
         squares = {m: self.groups[index].norm_sq(keep=keep) for m, index in enumerate(indices)}
         own = {m: norm_sq_B for m, norm_sq_B in squares.items() if norm_sq_B is not None}
         place = {index: m for m, index in enumerate(indices)}
@@ -267,7 +267,7 @@ class Tape:
         norms = clipped.norm_MB.unbind()
         parts = clipper.roots.parts
         for m in sorted({*own, *(m for some in measured.rows for m in some)}):
-            norm_B = norms[m] if parts is None else parts.own(norms[m])
+            norm_B = norms[m] if parts is None else parts.select_own(norms[m])
             clipper.sink.observe(clipper.groups[indices[m]], norm_B, self.is_padding_B)
 
     def _stacks_of(self, anchor: int) -> list[Stack]:

@@ -117,7 +117,7 @@ class InterceptedCall:
     def _recorded(self) -> int:
         """Number of samples in the records of this call."""
         B = self.slots.batch_size
-        return B if self.exchange is None else self.exchange.count(B, self.roots)
+        return B if self.exchange is None else self.exchange.sample_count(B, self.roots)
 
     @property
     def roots(self) -> list[str]:

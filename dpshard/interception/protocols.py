@@ -61,11 +61,11 @@ class Exchange(Protocol):
         """
         ...
 
-    def count(self, batch_size: int, names: Collection[str]) -> int:
+    def sample_count(self, batch_size: int, names: Collection[str]) -> int:
         """Return the number of samples whose rows meet these parameters: of one rank, or of all."""
         ...
 
-    def places(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
+    def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
         """Return the samples of rows as records of these parameters number them; None for rows that they cannot meet.
 
         `sample_N`: None for rows that are not routed.

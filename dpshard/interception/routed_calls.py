@@ -64,7 +64,7 @@ def with_places(call: InterceptedCall) -> InterceptedCall:
     exchange = call.exchange
     if exchange is None or not exchange.of_samples:
         return call
-    places = exchange.places(call.samples, call.slots.batch_size, call.roots)
-    if places is None and (call.samples is not None or exchange.count(1, call.roots) > 1):
+    places = exchange.sample_numbers(call.samples, call.slots.batch_size, call.roots)
+    if places is None and (call.samples is not None or exchange.sample_count(1, call.roots) > 1):
         raise call.refuse(_AWAY, advise=False)
     return replace(call, samples=places)

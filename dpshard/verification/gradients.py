@@ -108,7 +108,7 @@ def check_gradients(
         if parts is not None and parts.of_samples:
             # Experts meet samples of all ranks, so each rank's samples have their turn.
             turns = [float(rank == parts.rank) for rank in range(parts.size)]
-            norms = {i: parts.everyone(norm_B) for i, norm_B in sorted(norms.items())}
+            norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
         singles = []
         for turn, i in itertools.product(turns, chosen):
             value = turn * size * objective(bench.plain([i]), [i])
