@@ -46,9 +46,9 @@ class Measured:
         """Copy records that wait for other ranks: schedules receive the next activations where these were."""
         memory = OwnMemory()
         for m in self.own:
-            groups[self.indices[m]].own(memory)
+            groups[self.indices[m]].copy_records(memory)
         for stack in self.stacks:
-            stack.own(memory)
+            stack.copy_records(memory)
 
 
 @dataclass(frozen=True, slots=True)

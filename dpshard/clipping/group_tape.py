@@ -206,10 +206,10 @@ class GroupTape:
             self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
             self._whole_sq = []
 
-    def own(self, memory: OwnMemory) -> None:
+    def copy_records(self, memory: OwnMemory) -> None:
         """Keep the measured records in memory of their own."""
         self.entries = {name: [(s, memory.of(r)) for s, r in some] for name, some in self.entries.items()}
-        self._waiting = {name: [(s, w.own(memory)) for s, w in some] for name, some in self._waiting.items()}
+        self._waiting = {name: [(s, w.copied(memory)) for s, w in some] for name, some in self._waiting.items()}
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
 
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:

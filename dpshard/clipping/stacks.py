@@ -69,7 +69,7 @@ class Stack:
         norm_sq_nB, self.stacked = self.stacked.measured(execution.norm, keep=execution.keep_per_sample)
         return norm_sq_nB
 
-    def own(self, memory: OwnMemory) -> None:
+    def copy_records(self, memory: OwnMemory) -> None:
         """Keep the records in memory of their own."""
         self.stacked = replace(self.stacked, record=memory.of(self.stacked.record))
 

@@ -30,8 +30,8 @@ from dpshard import PrivacyEngine
 from dpshard import checkpoint as engine_state
 from dpshard.errors import DpshardError
 from tests import seeds
+from tests.distributed.declared_parts_worker import Gathered, Into, OutOf
 from tests.distributed.rank import main
-from tests.distributed.told_parts_worker import Gathered, Into, OutOf
 from tests.sums import taken_for_equal
 
 T, D, E, K = 4, 4, 4, 2

@@ -209,7 +209,7 @@ def test_records_of_their_own_memory_do_not_see_later_writes(offload):
     x, rows = torch.randn(2, 5, 3, 1), torch.randn(2, 1, 1, 4)
     record = OuterProduct(rows.expand(2, 1, 3, 4), x.mT[..., 1:], torch.Size((4, 4)))
     expected = record.rows.clone(), record.cols.clone()
-    waiting = offload.wait("w", record).own(OwnMemory())
+    waiting = offload.wait("w", record).copied(OwnMemory())
     x.data.zero_()
     rows.data.zero_()
     found = offload.fetch(waiting)[0]

@@ -29,7 +29,7 @@ class Storage:
         """bool []: other bytes returned."""
         self._drop = drop
 
-    def own(self) -> None:
+    def copy_bytes(self) -> None:
         """Copy bytes that are on the device, because others may write to them."""
         if isinstance(self.place, Tensor):
             self.place = self.place.clone()
@@ -70,10 +70,10 @@ class Waiting:
         """Return the storages of the record."""
         return [value.storage for value in self.values.values() if isinstance(value, View)]
 
-    def own(self, memory: OwnMemory) -> Waiting:
+    def copied(self, memory: OwnMemory) -> Waiting:
         """Return the record in memory of its own."""
         for storage in self.storages():
-            storage.own()
+            storage.copy_bytes()
         values = {key: memory.copy(x) if isinstance(x, Tensor) else x for key, x in self.values.items()}
         return replace(self, values=values)
 

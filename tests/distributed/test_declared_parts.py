@@ -23,8 +23,8 @@ ON_FOUR = (
     *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
 )
 REFUSED = {
-    "tp:alone:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
-    "cp:ddp:all-layer:auto+untold": "ConfigurationError: 1 of 2 ranks share the data",
+    "tp:alone:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
+    "cp:ddp:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "tp:flat:all-layer:auto": "ConfigurationError: fully_shard has a mesh with ranks that hold one model.",
     "tp:fsdp2:all-layer:auto+saved": "ConfigurationError: A Checkpointer cannot tell which parts of a parameter",
     "cp:flat:all-layer:auto+verified+uncounted": "VerificationError: ",
@@ -37,11 +37,11 @@ ITEMS = [
     *(pytest.param(2, case) for case in EXACT),
     *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in ON_FOUR),
 ]
-found = shared("told_parts_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=6)
+found = shared("declared_parts_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=6)
 
 
 @pytest.mark.parametrize(("world_size", "case"), ITEMS)
-def test_told_parts_change_no_update(world_size: int, case: str) -> None:
+def test_declared_parts_change_no_update(world_size: int, case: str) -> None:
     for result in found(world_size, case):
         assert result["error"] <= 1e-12
         parted, alone = result["metrics"]
@@ -49,13 +49,13 @@ def test_told_parts_change_no_update(world_size: int, case: str) -> None:
         assert result["epsilon"][0] == result["epsilon"][1]
 
 
-TOLD = [pytest.param(case, text) for case, text in REFUSED.items()]
+CASES_REFUSED = [pytest.param(case, text) for case, text in REFUSED.items()]
 FOREIGN = "ring:fsdp2:all-layer:auto+foreign", "ConfigurationError: The forward of the model computes on DTensors"
-TOLD.append(pytest.param(*FOREIGN, marks=pytest.mark.exhaustive))
-found_refused = shared("told_parts_worker.py", TOLD, lambda case, _: (4 if "foreign" in case else 2, case))
+CASES_REFUSED.append(pytest.param(*FOREIGN, marks=pytest.mark.exhaustive))
+found_refused = shared("declared_parts_worker.py", CASES_REFUSED, lambda case, _: (4 if "foreign" in case else 2, case))
 
 
-@pytest.mark.parametrize(("case", "text"), TOLD)
+@pytest.mark.parametrize(("case", "text"), CASES_REFUSED)
 def test_what_nobody_tells_is_refused(case: str, text: str) -> None:
     for result in found_refused(case, text):
         assert result["refused"].startswith(text)

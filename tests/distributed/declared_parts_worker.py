@@ -1,14 +1,13 @@
 """One rank of trainings with declared parts, each compared with one process; prints JSON.
 
-Usage: torchrun --nproc_per_node=W told_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
+Usage: torchrun --nproc_per_node=W declared_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
 
 Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp (parts of the sequence: attention
 gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp
-and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, untold
-(nothing is told), own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces
-nothing), lied (terms are called whole), foreign (torch's ring is of other ranks than the engine is told), digested,
-uncounted (the norm is that of one slice),
-saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
+and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, undeclared,
+own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces nothing), lied (terms
+are declared whole), foreign (torch's ring has other ranks than the declared ones), digested, uncounted (the norm of one
+slice), saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
 """
 
 import math
@@ -153,9 +152,9 @@ def train(
     generator = torch.Generator().manual_seed(0)
     dataset = TensorDataset(torch.randn(SAMPLES, T, D, generator=generator, dtype=torch.float64))
     parts = COLUMNS if kind == "tp" else {"*": "same" if "lied" in options else "sum"}
-    told = (
-        {} if group is None or "untold" in options else {"model_parallel_group": group, "model_parallel_parts": parts}
-    )
+    declared = {"model_parallel_group": group, "model_parallel_parts": parts}
+    if group is None or "undeclared" in options:
+        declared = {}
     engine = PrivacyEngine(
         model,
         batch_size=8,
@@ -168,7 +167,7 @@ def train(
         clipping_mode=mode,
         accountant="gdp",
         verify="verified" in options,
-        **told,
+        **declared,
     )
     state = engine_state.pack(
         engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=engine._thresholds.state_dict()
@@ -198,7 +197,7 @@ def train(
 def resumed(
     first: nn.Module, kind: str, style: str, mode: str, options: set[str], group: Any
 ) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and figures after a step as told, and the rest from a checkpoint under FSDP2, on whole samples."""
+    """The model and figures after a step as declared, and the rest from a checkpoint under FSDP2, on whole samples."""
     shared = [tempfile.mkdtemp() if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(shared)
     torch.manual_seed(1)  # other parameters: those of the checkpoint count
