@@ -16,16 +16,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Watch(TorchDispatchMode):
     """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
 
-    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh.
+    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh. If these ranks
+    have samples of their own (`rows_only`), they may send each other rows, which routing follows, and whole numbers.
     """
 
     supports_higher_order_operators = True
 
     def __init__(
-        self, refuse: Callable[[str, str, bool], None], known: tuple[ProcessGroup, DeviceMesh | None] | None = None
+        self,
+        refuse: Callable[[str, str, bool], None],
+        known: tuple[ProcessGroup, DeviceMesh | None] | None = None,
+        *,
+        rows_only: bool = False,
     ) -> None:
         super().__init__()
-        self._refuse, self._known = refuse, known
+        self._refuse, self._known, self._rows_only = refuse, known, rows_only
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_parts = any(issubclass(kind, DTensor) for kind in types)
@@ -35,6 +40,7 @@ class Watch(TorchDispatchMode):
             known = known and self._known is not None
         else:
             known = any(map(self._is_known_group, leaves)) if "c10d" in func.namespace else False
+            known = known and (not self._rows_only or _sends_rows(func, leaves))
         if not known:
             self._refuse(func.namespace, func.__name__, in_parts)
         if in_parts:  # DTensor dispatches its local operators here again
@@ -56,3 +62,11 @@ class Watch(TorchDispatchMode):
             x = ProcessGroup.unbox(x)
         name = x.group_name if isinstance(x, ProcessGroup) else x
         return isinstance(name, str) and name == self._known[0].group_name
+
+
+def _sends_rows(func: Any, leaves: list[Any]) -> bool:
+    """Return True for a functional all-to-all, and for messages of whole numbers that nothing adds up on the way."""
+    if func.namespace.startswith("_c10d_functional") and func.__name__.startswith("all_to_all_single"):
+        return True
+    numbers = all(not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor))
+    return numbers and "reduce" not in func.__name__

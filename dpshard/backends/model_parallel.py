@@ -152,7 +152,8 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
     if not stage:
         _refuse_pipeline(_callers())
     known = None if parts is None or stage else (parts.group, parts.mesh)
-    with Watch(_refuse, known):
+    rows_only = parts is not None and parts.of_samples
+    with Watch(_refuse_mixing if rows_only else _refuse, known, rows_only=rows_only):
         yield
 
 
@@ -185,6 +186,18 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
         f"the script does not declare is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
         f"figures for the log outside of the forward."
     )
+
+
+def _refuse_mixing(namespace: str, operator: str, in_parts: bool) -> None:
+    """Refuse what `_refuse` refuses, and say what ranks with samples of their own may send."""
+    try:
+        _refuse(namespace, operator, in_parts)
+    except ConfigurationError as error:
+        raise ConfigurationError(
+            f"{error} Experts' ranks, which have other samples, may send each other rows, by all_to_all_single of "
+            f"torch.distributed._functional_collectives, and whole numbers (the counts of these rows), which nothing "
+            f"adds up on the way."
+        ) from None
 
 
 def _is_of_a_framework() -> bool:

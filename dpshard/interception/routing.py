@@ -126,6 +126,12 @@ def _targets(func: Function, index: Tensor) -> Tensor | None:
     return index[:, 0] if whole else None
 
 
+def _is_of_whole_rows(index: Any) -> bool:
+    """Return True if an index of rows takes all their elements: others would stay those of another sample."""
+    others = index[1:] if isinstance(index, tuple) else ()
+    return all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others)
+
+
 def _permutes(rows: Tensor, N: int) -> bool:
     """Return True if every one of N rows is written once."""
     return len(rows) == N and bool((torch.bincount(rows, minlength=N) == 1).all())
@@ -326,7 +332,8 @@ class Routing:
             base, rows, source = args[0], argument(args, kwargs, 2, "index"), argument(args, kwargs, 3, named)
             rows = _targets(func, rows) if argument(args, kwargs, 1, "dim") == 0 and rows is not None else None
         own = self.samples(source) if isinstance(source, Tensor) else None
-        if own is not None and rows is not None and func in _REPLACING and _permutes(rows, len(base)):
+        whole = func in _REPLACING and (func is not Tensor.__setitem__ or _is_of_whole_rows(args[1]))
+        if own is not None and rows is not None and whole and _permutes(rows, len(base)):
             self._put(outputs, torch.empty_like(own).index_copy_(0, rows.to(own.device), own))
             return
         home = None if self.lost(base) or rows is None else self._of(base, 0, read=False)

@@ -8,7 +8,8 @@ whole (each has all rows of the same samples; the experts' outputs are added up)
 digested (sums are not taken for equal), those of FAULTS, and
 
 full: experts take a limited number of rows, and return zeros for others; nearby: a norm between the experts' matrices
-is the same on all ranks; local: the experts meet the rank's own rows; reduced: DistributedDataParallel reduces experts.
+is the same on all ranks; local: the experts meet the rank's own rows; reduced: DistributedDataParallel reduces experts;
+centred: a layer subtracts the mean of the samples of all ranks.
 """
 
 import math
@@ -83,10 +84,14 @@ class Mixture(nn.Module):
         self.router, self.experts = nn.Linear(D, E), Experts()
         self.kind: str = ""
         self.group: Any = None
-        self.at_home = False
+        self.at_home = self.centred = False
 
     def forward(self, x: Tensor) -> Tensor:
         x_TD = x.reshape(-1, D)
+        if self.centred:
+            mean_D = x_TD.detach().mean(0)
+            dist.all_reduce(mean_D, group=self.group)
+            x_TD = x_TD - mean_D / self.group.size()
         score_TK, expert_TK = self.router(x_TD).softmax(1).topk(K, 1)
         if self.group is not None and self.kind == "whole":
             x_TD, score_TK = Into.apply(x_TD, self.group), Into.apply(score_TK, self.group)
@@ -162,6 +167,7 @@ def cut(model: Model, kind: str, group: Any, options: set[str]) -> None:
         assert isinstance(block, Block)
         mixture = block.mixture
         mixture.kind, mixture.group, mixture.at_home = kind, group, "local" in options
+        mixture.centred = "centred" in options
         mixture.experts.capacity = 3 * ("full" in options)
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, nn.Parameter(p.detach().chunk(group.size())[dist.get_rank(group)].clone()))

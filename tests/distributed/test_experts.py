@@ -26,6 +26,7 @@ REFUSED = {
     "samples:all-layer:auto+verified+own norms": "VerificationError: ",
     "samples:all-layer:auto+nearby": "UnsupportedParameterError: blocks.0.mixture.experts.norm",
     "samples:all-layer:auto+local": "UnsupportedParameterError: unbind(blocks.0.mixture.experts.up",
+    "samples:all-layer:auto+centred": "ConfigurationError: The forward of the model calls c10d.allreduce_",
     "samples:all-layer:auto+reduced": "ConfigurationError: blocks.0.mixture.experts.up: DistributedDataParallel must",
 }
 
@@ -47,7 +48,7 @@ def test_experts_on_several_ranks_change_no_update(world_size: int, case: str) -
 
 
 OTHERS = [pytest.param(case) for case in (*FAULTS, *REFUSED, "samples:all-layer:auto+digested")]
-found_other = shared("experts_worker.py", OTHERS, lambda case: (2, case), size=9)
+found_other = shared("experts_worker.py", OTHERS, lambda case: (2, case), size=10)
 
 
 @pytest.mark.parametrize("case", FAULTS)

@@ -747,3 +747,21 @@ def test_routed_rows_within_a_compiled_region_are_refused():
     noise_free_engine(compiled, batch_size=B, verify=False)
     with pytest.raises(UnsupportedParameterError, match=r"torch\.compile would fix their number, so leave it"):
         compiled(randn(B, T, D))
+
+
+@pytest.mark.parametrize(("others", "known"), [((), True), ((slice(None),), True), ((0,), False), ((slice(2),), False)])
+def test_a_permutation_of_rows_replaces_their_samples_only_if_it_writes_whole_rows(others, known):
+    """Elements that are not written stay those of another sample."""
+    routing = Routing(B, lambda x, dim, read: True)
+    x, order, places = randn(B, D), torch.tensor([2, 0, 3, 1]), torch.tensor([1, 2, 3, 0])
+    base, values = x[order], x[order]
+    for rows in (base, values):
+        routing.follow(torch.Tensor.__getitem__, (x, order), {}, rows)
+    source = values[(slice(None), *others)]
+    routing._put([source], order)
+    base[(places, *others)] = source
+    routing.follow(torch.Tensor.__setitem__, (base, (places, *others), source), {}, None)
+    assert routing.lost(base) == (not known)
+    if known:
+        found = routing.samples(base)
+        assert found is not None and torch.equal(base, x[found])
