@@ -134,6 +134,7 @@ class KnownParts(Protocol):
     group: dist.ProcessGroup
     mesh: Any
     meets: bool
+    of_samples: bool
 
 
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
