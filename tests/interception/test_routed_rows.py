@@ -763,5 +763,4 @@ def test_a_permutation_of_rows_replaces_their_samples_only_if_it_writes_whole_ro
     routing.follow(torch.Tensor.__setitem__, (base, (places, *others), source), {}, None)
     assert routing.lost(base) == (not known)
     if known:
-        found = routing.samples(base)
-        assert found is not None and torch.equal(base, x[found])
+        assert torch.equal(base, x[routing.samples(base)])
