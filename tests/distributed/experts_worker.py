@@ -53,7 +53,7 @@ def of_another(self: Any, x_B: Tensor) -> Tensor:
 PARTS = "dpshard.backends.expert_parts.ExpertParts."
 FAULTS: dict[str, Any] = {
     "own norms": lambda: mock.patch(PARTS + "norm_sq", own_only),
-    "factors of another": lambda: mock.patch(PARTS + "own", of_another),
+    "factors of another": lambda: mock.patch(PARTS + "select_own", of_another),
     "summed twice": lambda: mock.patch("dpshard.backends.ddp.DDPReduction._has_experts", False),
 }
 """What the norms, factors and sums of a rank must not be."""
