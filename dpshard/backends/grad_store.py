@@ -221,6 +221,7 @@ class DotGradStore:
                 kept = self._places[name] = shape, self._sharding.place(name)
             place = kept[1]
             if total.is_complex():
+                total = total.resolve_conj()  # noise must not go to a copy of a lazily conjugated `.grad`
                 found[name] = total, SumShard(name, as_real(total), *(2 * n for n in place))
             else:
                 found[name] = total, SumShard(name, total, *place)

@@ -27,6 +27,7 @@ from dpshard.records import (
     pays_to_join,
 )
 from dpshard.records.host import total
+from dpshard.records.written import changed, versions
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -73,6 +74,7 @@ class GroupTape:
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
+        self._versions: dict[str, list[int]] = {}  # of measured entries: foreign code may write their tensors
         self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
         """Small single records of parameters; measured and summed together at the end."""
@@ -143,6 +145,7 @@ class GroupTape:
         if keep:
             if offload is None:
                 self.entries[name] = [(source, record) for record in records]
+                self._versions[name] = [versions(record) for record in records]
             else:
                 self._waiting[name] = [(source, offload.wait(name, record)) for record in records]
 
@@ -206,8 +209,16 @@ class GroupTape:
             self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
             self._whole_sq = []
 
+    def _require_unwritten(self, name: str, entries: list[tuple[Source, Record]]) -> None:
+        """Raise LogicalBatchError if the tensors of records were written since they were measured."""
+        measured = self._versions.pop(name, None)
+        if measured is not None and measured != [versions(record) for _, record in entries]:
+            raise changed(name)
+
     def copy_records(self, memory: OwnMemory) -> None:
         """Keep the measured records in memory of their own."""
+        for name, some in self.entries.items():
+            self._require_unwritten(name, some)
         self.entries = {name: [(s, memory.of(r)) for s, r in some] for name, some in self.entries.items()}
         self._waiting = {name: [(s, w.copied(memory)) for s, w in some] for name, some in self._waiting.items()}
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
@@ -250,6 +261,7 @@ class GroupTape:
         if self.sum_weight_B is None:
             return
         weight_B, nonfinite_B = self._weights(name)
+        self._require_unwritten(name, entries)
         for source, record in entries:
             self._add_sum(name, source, record, weight_B, nonfinite_B)
         while waiting and self._offload is not None:

@@ -1,7 +1,7 @@
 """Gradients that nobody clipped, and parameters that nobody registered, reach no update.
 
 Failure modes: 8 test_a_leaked_gradient_never_reaches_an_update, test_a_parameter_made_trainable_later_is_refused;
-19 test_gradients_may_be_changed_after_the_noise_alone.
+19 test_gradients_may_be_changed_after_the_noise_alone; 2 test_a_conjugated_gradient_gets_its_noise.
 """
 
 import copy
@@ -418,3 +418,22 @@ def test_a_backward_for_other_gradients_counts_no_sample(ask, style):
     loss.backward()
     engine.privatize()
     assert relative_error(gradients_of(model), expected) < 1e-12
+
+
+class Turned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(randn(4, 3).to(torch.complex128))
+
+    def forward(self, x):
+        return (x.to(torch.complex128) @ self.weight).real
+
+
+def test_a_conjugated_gradient_gets_its_noise():
+    """Real parts of a lazily conjugated tensor are a copy."""
+    model, x = Turned(), randn(6, 4)
+    engine = noise_free_engine(model, batch_size=6, noise_multiplier=1.0, max_grad_norm=1.0, verify=False)
+    model.weight.grad = torch.zeros_like(model.weight).conj()
+    ramp_loss(model(x)).backward()
+    engine.privatize()
+    assert model.weight.grad.imag.all()  # sums are real, noise is not

@@ -19,6 +19,7 @@ from dpshard.records.offload.copies import WINDOW, Away, Copies, Gpu
 from dpshard.records.offload.storages import Storage, View, Waiting, bytes_of
 from dpshard.records.offload.trial import needs_the_cpu
 from dpshard.records.record import Record
+from dpshard.records.written import versions
 
 RESERVE = 1 / 8
 """Share of the memory that "auto" keeps free: gathered parameters, reductions, temporary tensors, fragments."""
@@ -43,7 +44,7 @@ class Offload:
         if self._spill is None:
             device = next(iter(tensors.values())).device
             if self._make is None and device.type == "cpu":
-                return Waiting(name, type(record), values)  # in the host's memory
+                return Waiting(name, type(record), values, versions(record))  # in the host's memory
             self._spill = _Spill(self._keep, *self._open(device))
         views = self._spill.take(name, tensors)
         return Waiting(name, type(record), {**values, **views})
@@ -70,6 +71,7 @@ class Offload:
         values, differs = waiting.values, None
         if self._spill is not None:
             values, differs = self._spill.fetch(waiting)
+        waiting.require_unwritten()
         return waiting.kind(**values), differs
 
     def take_differing(self) -> Tensor | None:
@@ -132,8 +134,7 @@ class _Spill:
 
     def _leave(self, storage: Storage) -> None:
         if isinstance(storage.place, Tensor):
-            storage.checksum = checksum(storage.place)
-            storage.place = self._copies.leave(storage.place)
+            storage.leave(self._copies)
             self._here -= storage.nbytes
 
     def _drop(self, storage: Storage) -> None:
@@ -175,6 +176,7 @@ class _Spill:
             self._here += storage.nbytes
             assert storage.checksum is not None  # it has left
             self._compare(storage, storage.checksum, storage.place[: storage.nbytes])
+        storage.require_unwritten()
         return view.on(storage.place)
 
     def _compare(self, storage: Storage, left: Tensor, now: Tensor) -> None:

@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dpshard.records.offload.copies import Away
+from dpshard.records.numerics import checksum
+from dpshard.records.offload.copies import Away, Copies
 from dpshard.records.owned import OwnMemory
+from dpshard.records.written import changed, versions
 
 
 class Storage:
@@ -21,6 +23,8 @@ class Storage:
         self.place: Tensor | Away = bytes_of(x)
         """The bytes on the device, uint8 [n or a little more], or where they are."""
         self.nbytes, self.name = self.place.nbytes, name
+        self._watched: Tensor | None = x.detach()  # its version counts writes, until it has left
+        self._version = x._version
         # While it lives, no other storage gets this address, even if this one is freed.
         self._source = StorageWeakRef(x.untyped_storage())
         self.checksum: Tensor | None = None
@@ -32,7 +36,22 @@ class Storage:
     def copy_bytes(self) -> None:
         """Copy bytes that are on the device, because others may write to them."""
         if isinstance(self.place, Tensor):
+            self.require_unwritten()
+            self._watched = None
             self.place = self.place.clone()
+
+    def require_unwritten(self) -> None:
+        """Raise LogicalBatchError if the bytes were written since they came, while they were on the device."""
+        if self._watched is not None and self._watched._version != self._version:
+            raise changed(self.name)
+
+    def leave(self, copies: Copies) -> None:
+        """Let the bytes leave; `place` must be a tensor."""
+        assert isinstance(self.place, Tensor)
+        self.require_unwritten()
+        self._watched = None
+        self.checksum = checksum(self.place)
+        self.place = copies.leave(self.place)
 
     def __del__(self) -> None:
         """Give the memory back."""
@@ -65,17 +84,25 @@ class Waiting:
     kind: type[Any]
     values: dict[str, Any]
     """Fields of the record; tensors that may leave as views."""
+    versions: int | None = None
+    """Of the record's tensors, if they stay as they are."""
 
     def storages(self) -> list[Storage]:
         """Return the storages of the record."""
         return [value.storage for value in self.values.values() if isinstance(value, View)]
 
+    def require_unwritten(self) -> None:
+        """Raise LogicalBatchError if tensors were written that stay as they are."""
+        if self.versions is not None and versions(self.kind(**self.values)) != self.versions:
+            raise changed(self.name)
+
     def copied(self, memory: OwnMemory) -> Waiting:
         """Return the record in memory of its own."""
         for storage in self.storages():
             storage.copy_bytes()
+        self.require_unwritten()
         values = {key: memory.copy(x) if isinstance(x, Tensor) else x for key, x in self.values.items()}
-        return replace(self, values=values)
+        return replace(self, values=values, versions=None)  # nobody else has them
 
 
 def bytes_of(x: Tensor) -> Tensor:

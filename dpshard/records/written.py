@@ -1,0 +1,34 @@
+"""Whether a record's tensors were written after its norm was measured."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from torch import Tensor
+
+from dpshard.errors import LogicalBatchError
+from dpshard.records.record import Record
+
+_tensors: dict[type[Record], list[str]] = {}
+
+
+def versions(record: Record) -> int:
+    """Return the sum of the versions of a record's tensors; every write that torch counts raises it."""
+    kind = type(record)
+    if kind not in _tensors:
+        _tensors[kind] = [field.name for field in fields(kind)]
+    total = 0
+    for name in _tensors[kind]:
+        x = getattr(record, name)
+        if isinstance(x, Tensor):
+            total += x._version
+    return total
+
+
+def changed(name: str) -> LogicalBatchError:
+    """Return the error to raise if a record of a parameter was written between its norm and its sum."""
+    return LogicalBatchError(
+        f"A gradient or an input that {name} was used with was changed in place during backward, after its norm was "
+        f"measured: the sample would count more than its clipped gradient. Let the autograd.Function or the hook that "
+        f"writes it return a new tensor, or choose a clipping_mode of two passes."
+    )
