@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard.kernels.native.library import library_of_tables, table, team
+from dpshard.kernels.native.library import library, table, team
 
 WIDTH = 4096
 """Words of a row; see digest.c."""
@@ -17,7 +17,7 @@ WIDTH = 4096
 
 def supports_digest(words: Tensor) -> bool:
     """Return True if compiled code supports `words`: on the CPU, and not fake."""
-    return words.device.type == "cpu" and type(words) is Tensor and library_of_tables() is not None
+    return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
 class Weights:
@@ -34,7 +34,7 @@ def add_digests_(total: Tensor, stretches: Sequence[tuple[Tensor, int, Weights]]
     `x` has elements of 4 or 8 bytes; the words are those of its memory. Columns are [2, WIDTH], int32; all are
     contiguous. Raises ValueError otherwise; call `supports_digest` first.
     """
-    compiled = library_of_tables()
+    compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
         raise ValueError(f"Compiled code has no digest of {columns.dtype} columns into {total.dtype}.")
     arguments = []

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from dpshard.kernels.native import reference
 
-_INTERFACE = 5
+_INTERFACE = 6
 """Version of the signatures below; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
@@ -41,9 +41,6 @@ _SIGNATURES = {
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
 """Return type and argument types by function."""
-
-_OF_TABLES = ("dpshard_release_pieces", "dpshard_digests", "dpshard_checksums", "dpshard_norms_sq")
-"""Functions that a build of the same interface may lack; see `library_of_tables`."""
 
 Team = tuple[int | None, int]
 """Address of the function that starts threads (None: one thread), and number of threads."""
@@ -74,12 +71,6 @@ def library() -> Library | None:
         )
         return None
     return load(found)
-
-
-def library_of_tables() -> Library | None:
-    """Return the library if it was built with the functions over tables of arrays; an older build lacks them."""
-    found = library()
-    return found if found is not None and found.takes_tables else None
 
 
 def path() -> str | None:
@@ -152,10 +143,7 @@ class Library:
         self._c = ctypes.CDLL(path)
         if self._c.dpshard_interface() != _INTERFACE:
             raise AttributeError("it was built from the source of another version")
-        self.takes_tables = all(hasattr(self._c, name) for name in _OF_TABLES)
         for name, (result, arguments) in _SIGNATURES.items():
-            if name in _OF_TABLES and not self.takes_tables:
-                continue
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
         self.has_tiles = bool(self._c.dpshard_has_tiles())
@@ -220,11 +208,9 @@ class Library:
         """Raise ArithmeticError if results differ from numpy's; a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
-            if self.takes_tables:
-                self._try_pieces(kind, noise_kind)
-        if self.takes_tables:
-            self._try_digest()
-            self._try_sums()
+            self._try_pieces(kind, noise_kind)
+        self._try_digest()
+        self._try_sums()
         self._try_normalization()
         if self.has_tiles:
             self._try_norms()

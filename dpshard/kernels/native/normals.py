@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels.native import reference
-from dpshard.kernels.native.library import library, library_of_tables, team
+from dpshard.kernels.native.library import library, team
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -79,7 +79,7 @@ def release_pieces_(
     alike = all(x.dtype is kind and x.is_cpu and x.is_contiguous() for x in parts) and (wide or not of_double)
     if not (fits.all() and long.all() and alike and kind in (torch.float32, torch.float64)):
         raise ValueError(f"No noise for pieces of {kind} tensors here, or for {len(streams)} streams.")
-    compiled = library_of_tables()
+    compiled = library()
     if compiled is not None:
         rows = pieces[:, 1:].copy()
         rows[:, 0] = np.array([x.data_ptr() for x in parts])[index] + first * parts[0].itemsize

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpshard.kernels.native.library import Library, Table, library_of_tables, table, team
+from dpshard.kernels.native.library import Library, Table, library, table, team
 
 
 def supports_sums(tensors: Iterable[Tensor]) -> bool:
@@ -17,7 +17,7 @@ def supports_sums(tensors: Iterable[Tensor]) -> bool:
     for x in tensors:
         if type(x) not in (Tensor, Parameter) or not (x.is_cpu and x.is_contiguous()):
             return False
-    return library_of_tables() is not None
+    return library() is not None
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -49,7 +49,7 @@ def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
 
 def _called(tensors: Sequence[Tensor]) -> tuple[Library, Table]:
     """Return the library, and address, size and itemsize of each tensor."""
-    compiled = library_of_tables()
+    compiled = library()
     if compiled is None:
         raise ValueError("There is no compiled code: call supports_sums first.")
     return compiled, table([(x.data_ptr(), x.numel(), x.itemsize) for x in tensors])
