@@ -24,6 +24,7 @@ import functools
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +62,7 @@ class Guard:
         self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
         self._sealing = -1  # number of that pass
         # A compiled function may call backward; dynamo would trace the callback.
-        self._seal_later = torch.compiler.disable(self._seal)
+        self._seal_later: Any = torch.compiler.disable(self._seal)
         self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which of them changed; not read yet
         self._handles: list[RemovableHandle] = []
         for name, p in parameters.items():
