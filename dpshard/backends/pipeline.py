@@ -41,6 +41,11 @@ class StageSharding(Unsharded):
 
     parts: Stages
 
+    @property
+    def passes_rows(self) -> bool:
+        """See ShardingHooks."""
+        return True
+
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
 

@@ -113,6 +113,11 @@ class Sharding(ABC):
         return is_compiled(self.outermost) and not any(map(self.unshards, self.core.modules()))
 
     @property
+    def passes_rows(self) -> bool:
+        """See ShardingHooks."""
+        return False
+
+    @property
     def elements(self) -> int:
         """Number of real trainable numbers; a complex one is two."""
         shapes = self.shapes

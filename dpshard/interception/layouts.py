@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError, DpshardError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
@@ -101,10 +102,18 @@ class Layouts:
 
     def _compare(self, run: Run, *, unshards: bool) -> Layout:
         with self._sharding.dry_run(), self._isolate(run.module) as state, torch.enable_grad():
+            outputs: dict[int, list[torch.Size]] = {}
 
-            def first(n: int, rows: int) -> Any:
+            def first(n: int, rows: int) -> None:
                 state.rewind()
-                return state.guarded(functools.partial(run.first, n, rows))
+                output = state.guarded(functools.partial(run.first, n, rows))
+                outputs[n] = [x.shape for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
+
+            def found(rows: int) -> Layout:
+                layout = compared(rows)
+                if self._sharding.passes_rows:
+                    _require_rows_first(*outputs.values())
+                return layout
 
             def compared(rows: int) -> Layout:
                 return find_layout(
@@ -118,11 +127,11 @@ class Layouts:
             # A branch that values decide (is anything masked?) is taken alike where no sample is new.
             alike = min(2, run.rows)
             if unshards:  # all ranks run as often
-                return compared(alike)
+                return found(alike)
             try:
-                return compared(run.rows)
+                return found(run.rows)
             except BatchLayoutError:
-                return compared(alike)
+                return found(alike)
 
     def _tells_order(self, run: Run) -> bool:
         """Return True if the order of equal rows of units will be verified, or does not matter.
@@ -138,3 +147,13 @@ class Layouts:
         """Raise any error that `run` raises on all samples: batch dimensions do not cause it."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))
+
+
+def _require_rows_first(few: list[torch.Size], more: list[torch.Size]) -> None:
+    """Raise BatchLayoutError if outputs for 2 and for 3 samples differ elsewhere than in dimension 0."""
+    for small, large in zip(few, more, strict=True):
+        if small[1:] != large[1:]:
+            raise BatchLayoutError(
+                f"A stage of a pipeline returned a tensor of shape {list(small)} for 2 samples, {list(large)} for 3. "
+                f"The next stage takes the first dimension for the samples: transpose the output within this stage."
+            )

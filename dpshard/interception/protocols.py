@@ -86,6 +86,11 @@ class ShardingHooks(Protocol):
         """Takes the inputs of a forward, if other ranks must have the same; else None."""
         ...
 
+    @property
+    def passes_rows(self) -> bool:
+        """True if other ranks take the output, and its first dimension for the samples."""
+        ...
+
     def unshards(self, module: nn.Module) -> bool:
         """Return True if hooks around the forward of `module` gather and free its parameters."""
         ...

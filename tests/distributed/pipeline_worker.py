@@ -78,13 +78,16 @@ class Model(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block() for i in range(blocks)})
         self.head: nn.Module | None = nn.Linear(D, 2)
         self.checkpointed, self.mixes = "checkpointed" in options, "mixing" in options
+        self.time_first = "time-first" in options
 
     def forward(self, x: Tensor) -> Tensor:
         x = Mixing.apply(x) if self.mixes and self.enter is None else x
         x = x if self.enter is None else self.enter(x)
         for block in self.blocks.values():
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return x if self.head is None else self.head(x)
+        if self.head is None:
+            return x.repeat(ROWS, 1, 1) if self.time_first else x
+        return self.head(x)
 
 
 def cut(model: Model, rank: int, size: int) -> None:

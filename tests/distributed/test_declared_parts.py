@@ -26,7 +26,7 @@ REFUSED = {
     "tp:alone:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "cp:ddp:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "tp:flat:all-layer:auto": "ConfigurationError: fully_shard has a mesh with ranks that hold one model.",
-    "tp:fsdp2:all-layer:auto+saved": "ConfigurationError: A Checkpointer cannot tell which parts of a parameter",
+    "tp:fsdp2:all-layer:auto+saved": "ConfigurationError: A Checkpointer cannot tell which parts of a model",
     "cp:flat:all-layer:auto+verified+uncounted": "VerificationError: ",
     "cp:alone:all-layer:auto+own": "LogicalBatchError: Ranks hold parts of one sample",
     "cp:alone:all-layer:auto+lied": "LogicalBatchError: The ranks that hold one model were given different inputs",

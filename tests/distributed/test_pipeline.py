@@ -42,6 +42,7 @@ REFUSED = {
 ENDS = {
     "1f1b:block-wise:auto+scaling": "ConfigurationError: Schedule1F1B\\(scale_grads=True\\) divides .grad",
     "1f1b:block-wise:auto+mixing+verified": "VerificationError: The gradient that this stage of the pipeline gives",
+    "gpipe:all-layer:auto+time-first": "BatchLayoutError: A stage of a pipeline returned a tensor",
     "gpipe:block-wise:auto+uneven": "ConfigurationError: A schedule of 3 micro-batches divides the 8 samples",
 }
 

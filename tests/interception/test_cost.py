@@ -65,7 +65,7 @@ def mlp(kind=nn.Sequential):
 def test_a_plain_forward_makes_few_calls():
     calls = steady_calls(mlp())
     total = in_rooms(calls, "interception", "rules", "clipping")
-    assert 0 < total <= 137, calls
+    assert 0 < total <= 138, calls
 
 
 def test_a_plain_forward_pays_nothing_for_rows_that_the_data_picks():

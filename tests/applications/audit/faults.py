@@ -45,13 +45,20 @@ def reuse_noise(monkeypatch, steps=10**9):
 def drop_clipping(monkeypatch, of):
     """The gradients of one parameter are summed without clipping."""
 
+    clip, scales = dpshard.clipping.tape.clip, []
+
+    def clipped(*arguments, loss_scale, **rest):
+        scales.append(loss_scale)
+        return clip(*arguments, loss_scale=loss_scale, **rest)
+
     def summed(self, name):
         clipped = self.sum_weight_B
         if name == of and clipped is not None:
-            self.sum_weight_B = torch.where(clipped > 0, torch.full_like(clipped, self.loss_scale), clipped)
+            self.sum_weight_B = torch.where(clipped > 0, torch.full_like(clipped, scales[-1]), clipped)
         SUM(self, name)
         self.sum_weight_B = clipped
 
+    monkeypatch.setattr(dpshard.clipping.tape, "clip", clipped)
     monkeypatch.setattr(GroupTape, "sum", summed)
     monkeypatch.setattr(dpshard.clipping.group_tape, "is_small", lambda record: False)  # joined records skip it
 
@@ -242,11 +249,14 @@ def leave_small_parameters_out_of_norms(monkeypatch):
 def double_a_threshold(monkeypatch):
     """The first of several groups clips at twice its threshold."""
     clip = Tape._clip
-    monkeypatch.setattr(
-        Tape,
-        "_clip",
-        lambda self, group: clip(self, replace(group, threshold=2 * group.threshold) if group.index == 0 else group),
-    )
+
+    def clipped(self, measured):
+        first, *others = groups = self.clipper.groups
+        self.clipper.groups = (replace(first, threshold=2 * first.threshold), *others)
+        clip(self, measured)
+        self.clipper.groups = groups
+
+    monkeypatch.setattr(Tape, "_clip", clipped)
 
 
 def count_one_row_of_padding(monkeypatch):
