@@ -111,6 +111,7 @@ def test_a_pipeline_learns():
     assert float(found.group(1)) < 1.5  # 2.3 by chance
 
 
+@pytest.mark.exhaustive
 def test_a_language_model_is_fine_tuned_in_shards(tmp_path):
     """A tiny GPT-2 on Python's language reference: what comes out is the adapters, and what was promised."""
     pytest.importorskip("peft")

@@ -38,7 +38,8 @@ def test_no_outputs_are_kept(name: str) -> None:
     assert (NOTEBOOKS / f"{name}.ipynb").stat().st_size < LARGEST
 
 
-@pytest.mark.parametrize("name", ["first-model", *(pytest.param(n, marks=pytest.mark.exhaustive) for n in [*TINY][1:])])
+@pytest.mark.parametrize("name", TINY)
+@pytest.mark.exhaustive
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # sockets of the kernel's client

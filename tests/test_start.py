@@ -27,7 +27,11 @@ def test_there_are_five() -> None:
     assert {page.stem for page in PAGES} == {"table", "images", "language", "own-loop", "several-gpus"}
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.exhaustive if page.stem == "table" else ()) for page in PAGES],
+    ids=lambda page: page.stem,
+)
 def test_every_block_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     if page.stem == "images":
         from tests.zoo.beside import import_timm

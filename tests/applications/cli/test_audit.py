@@ -82,9 +82,8 @@ def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     assert "leave the other" in dpshard("audit", folder, "--steps", 5, exit_code=2).stderr
 
 
-@pytest.mark.parametrize(
-    "shard", ["fsdp2", pytest.param("deepspeed-3", marks=[needs_deepspeed, pytest.mark.exhaustive])]
-)
+@pytest.mark.parametrize("shard", ["fsdp2", pytest.param("deepspeed-3", marks=needs_deepspeed)])
+@pytest.mark.exhaustive
 def test_the_audit_of_a_sharded_configuration(spawn, tmp_path, written, shard):
     flags = ["--trials", 30, "--canaries", 100, *SETTINGS, "--shard", shard, "--nproc", 2]
     process = spawn("audit", *flags, "--json", tmp_path / "audit.json")
