@@ -29,7 +29,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
-from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
 from dpshard.errors import DpshardError
 from tests import seeds
@@ -169,10 +168,7 @@ def train(
         verify="verified" in options,
         **declared,
     )
-    state = engine_state.pack(
-        engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=engine._thresholds.state_dict()
-    )
-    engine.load_state_dict(state)
+    seeds.give_secret(engine, SECRET)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     checkpointer = Checkpointer(folder, engine, optimizer) if folder else None
     if checkpointer is not None:

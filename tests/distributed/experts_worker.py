@@ -28,7 +28,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine
-from dpshard import checkpoint as engine_state
 from dpshard.errors import DpshardError
 from tests import seeds
 from tests.distributed.declared_parts_worker import Gathered, Into, OutOf
@@ -194,10 +193,7 @@ def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str],
         verify="verified" in options,
         **({} if group is None else {"model_parallel_group": group, "model_parallel_parts": told}),
     )
-    state = engine_state.pack(
-        engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=engine._thresholds.state_dict()
-    )
-    engine.load_state_dict(state)
+    seeds.give_secret(engine, SECRET)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for logical_batch in engine.batches(dataset, 3):
         for (x,) in logical_batch:

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dpshard import BandMF, PrivacyEngine, QuantileTracking
-from dpshard import checkpoint as engine_state
 from dpshard.clipping.groups import partition
 from dpshard.errors import DpshardError
 from dpshard.sampling import PoissonSampler
@@ -124,10 +123,7 @@ def engine_for(model: nn.Module, style: Any, mode: str, options: set[str], **tol
         **settings,
         **told,
     )
-    own = engine.state_dict()
-    extra = {name: own[name] for name in ("thresholds", "noise", "order") if name in own}
-    state = engine_state.pack(engine.mechanism, SECRET, engine._budget.state_dict(), **extra)
-    engine.load_state_dict(state)
+    seeds.give_secret(engine, SECRET)
     return engine
 
 
