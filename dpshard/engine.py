@@ -113,7 +113,7 @@ class PrivacyEngine:
         model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
             that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
             "sum": the parameter and a term of its gradient; "samples": the parameter and samples of its own, beside
-            experts in parts along dimension 0; "stage": a parameter of a pipeline's stage. See docs/sharding.md.
+            experts in parts along dimension 0; "stage": a parameter of a pipeline's stage. See docs/model-parallel.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.

@@ -28,6 +28,7 @@ ROOT = Path(__file__).parents[1]
 NAMES = (
     *("guide", "privacy-model", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
     *(
+        "model-parallel",
         "accounting",
         "recipes",
         "sources",

@@ -28,7 +28,7 @@ _KINDS = "tensor, pipeline, context or expert parallelism"
 _TODAY = (
     "dpshard trains whole models on whole samples, sharded by DistributedDataParallel, FSDP2, HSDP or DeepSpeed's ZeRO "
     "over all ranks, and parts of models and samples that parallelize_module or model_parallel_parts declares (see "
-    "docs/sharding.md)"
+    "docs/model-parallel.md)"
 )
 
 _NAMESPACES = frozenset(
@@ -69,8 +69,8 @@ def require_known_group(group: Any, declared: Any) -> None:
     if group.size() > 1 and not isinstance(declared, Mapping):
         raise ConfigurationError(
             f"model_parallel_group has {group.size()} ranks, which hold parts of one model: say which, by "
-            f"model_parallel_parts={{'*.up.weight': 0, '*.down.weight': 1, '*': 'same'}} (see docs/sharding.md). Pass "
-            f"a group of only this rank if other ranks train other models."
+            f"model_parallel_parts={{'*.up.weight': 0, '*.down.weight': 1, '*': 'same'}} (see "
+            f"docs/model-parallel.md). Pass a group of only this rank if other ranks train other models."
         )
 
 

@@ -342,7 +342,7 @@ def kinds_of(
             raise ConfigurationError(
                 f"model_parallel_parts gives 'samples' for {name}: experts on several ranks, each with samples of its "
                 f"own, are supported under DistributedDataParallel over the same ranks, with 'samples' for every "
-                f"parameter but the experts' (dimension 0). See docs/sharding.md."
+                f"parameter but the experts' (dimension 0). See docs/model-parallel.md."
             )
         elif found != SAME:
             raise ConfigurationError(

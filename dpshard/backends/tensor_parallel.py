@@ -23,7 +23,7 @@ from dpshard.names import canonical_name
 
 _PLACED = (
     "dpshard supports parameters that parallelize_module places as Shard or Replicate on one mesh of one dimension, "
-    "alone or under fully_shard on the other dimensions of the mesh (see docs/sharding.md)"
+    "alone or under fully_shard on the other dimensions of the mesh (see docs/model-parallel.md)"
 )
 
 
