@@ -25,9 +25,10 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.advice import DELTA, Contest, Recipe, advised, command, first_guess, fit
 from dpshard.accounting import SampledMechanism, calibrate
-from dpshard.applications.cli.data import IGNORED, language, load
+from dpshard.applications.cli.data import IGNORED, language
 from dpshard.applications.cli.models import gpt
 from dpshard.applications.cli.settings import resolve
+from dpshard.applications.cli.tasks import load
 from dpshard.config import BatchSchedule
 from dpshard.losses import sample_losses
 

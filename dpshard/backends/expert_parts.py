@@ -81,7 +81,7 @@ class ExpertParts(ModelParts):
 
     # --- rows --------------------------------------------------------------------------------------------------------
 
-    def exchanged(
+    def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
         """See Exchange: rows leave with numbers below B, and return with others."""

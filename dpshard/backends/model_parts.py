@@ -190,7 +190,7 @@ class ModelParts:
         """See Exchange."""
         return group == self.group.group_name
 
-    def exchanged(
+    def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
         """See Exchange."""

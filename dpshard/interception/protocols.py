@@ -52,10 +52,12 @@ class Exchange(Protocol):
         """Return True if the group of this name has these ranks."""
         ...
 
-    def exchanged(
+    def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """Return the samples of the rows that arrive; None for rows that return to a rank that did not send them.
+        """Send the samples of rows after them, and return those of the rows that arrive.
+
+        None if rows return to a rank that did not send them.
 
         `received`, `sent`: numbers of rows by rank. With `of_samples`, numbers from B on are rows of other ranks.
         """

@@ -255,7 +255,7 @@ class Routing:
             elif self.lost(args[0]):
                 self.lose(outputs)
         elif name in _SENDING and sample_N is not None and self._exchange and self._exchange.knows(args[3]):
-            arrived_R = self._exchange.exchanged(sample_N, args[1], args[2], self.batch_size)
+            arrived_R = self._exchange.send_samples(sample_N, args[1], args[2], self.batch_size)
             if arrived_R is None:
                 self.lose(outputs)
             else:

@@ -14,7 +14,6 @@ from torch import Tensor
 from dpshard.config import NormMethod
 from dpshard.kernels import native
 from dpshard.kernels.underflow import hidden
-from dpshard.records import memory
 from dpshard.records.cost import ProductSize
 from dpshard.records.numerics import accum_dtype, gram, gram_bound, norms, wide, zero_rows
 from dpshard.records.outer_product import OuterProduct, floored
@@ -117,7 +116,7 @@ class Convolution:
         if self.input.device.type != "cpu" or self._windows_are_apart:
             # On a GPU, the groups of one convolution would be many small kernels.
             return self.outer().per_sample(), None
-        total = memory.empty((len(self.input), *self.shape), self.input, accum_dtype(self.gradient))
+        total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
         # CPUs have fast kernels for the gradient of a convolution, but not for unfolding its input. So samples become

@@ -11,7 +11,6 @@ from torch import Tensor
 from dpshard.config import NormMethod
 from dpshard.kernels import native, triton
 from dpshard.kernels.underflow import hidden
-from dpshard.records import memory
 from dpshard.records.cost import ProductSize, blocks
 from dpshard.records.numerics import (
     accum_dtype,
@@ -75,10 +74,9 @@ class OuterProduct:
         """Per-sample gradients [B, *shape]."""
         if triton.supports_product(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
-        (B, G, _, R), C = self.rows.shape, self.cols.shape[3]
+        B = len(self.rows)
         rows, cols = wide(self.rows).flatten(0, 1), wide(self.cols).flatten(0, 1)
-        gradient = memory.empty((B * G, R, C), rows, rows.dtype)
-        return torch.bmm(rows.mT, cols, out=gradient).view(B, *self.shape)
+        return torch.bmm(rows.mT, cols).view(B, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
         """sum_i weight_i * gradient_i, [*shape], in one matrix product per group."""

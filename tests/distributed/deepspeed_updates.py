@@ -20,8 +20,9 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import BandedInverse, BandMF, PrivacyEngine, QuantileTracking
+from tests import seeds
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
-from tests.distributed.update_worker import GPT2, SAMPLES, Model, _with_secret, prepare
+from tests.distributed.update_worker import GPT2, SAMPLES, SECRET, Model, prepare
 
 CORRELATED: dict[str, dict[str, Any]] = {
     "correlated": {"sampling": "fixed-order", "noise_correlation": BandedInverse(bands=3)},
@@ -61,7 +62,7 @@ def private(model: nn.Module, style: object, mode: str, options: set[str], *, ve
         verify=verify,
         **(correlated[0] if correlated else {}),
     )
-    engine.load_state_dict(_with_secret(engine))
+    seeds.give_secret(engine, SECRET)
     return engine
 
 

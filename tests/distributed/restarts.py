@@ -34,9 +34,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.utils.data import TensorDataset
 
-from dpshard import BandMF, Checkpointer, PrivacyEngine, checkpoint
+from dpshard import BandMF, Checkpointer, PrivacyEngine
 from dpshard.backends.fsdp2 import reduction
 from dpshard.backends.model_parts import ModelParts
+from tests import seeds
 from tests.distributed import tensor_parallel_worker as parted
 from tests.distributed.update_worker import SECRET, Model, shard, whole
 from tests.sums import taken_for_equal
@@ -136,10 +137,7 @@ def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until
         verify=False,
         **({"sampling": "cyclic-poisson", "noise_correlation": correlation} if "buffered" in flags else {}),
     )
-    noise, order = engine._noise.state_dict(), engine._order.state_dict()
-    engine.load_state_dict(
-        checkpoint.pack(engine.mechanism, SECRET, engine._budget.state_dict(), noise=noise, order=order)
-    )
+    seeds.give_secret(engine, SECRET)
     scheduler = torch.optim.lr_scheduler.StepLR(inner, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
     if not checkpointer.load():

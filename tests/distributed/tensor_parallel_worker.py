@@ -41,7 +41,6 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dpshard import BandedInverse, BandMF, Checkpointer, PrivacyEngine, QuantileTracking
-from dpshard import checkpoint as engine_state
 from dpshard.backends.model_parts import ModelParts
 from dpshard.clipping.tape import Tape
 from dpshard.clipping.uses import Use
@@ -188,9 +187,7 @@ def train(
         verify="verified" in options,
         **run,
     )
-    thresholds, order = engine._thresholds.state_dict(), engine._order.state_dict()
-    state = engine_state.pack(engine.mechanism, SECRET, engine._budget.state_dict(), thresholds=thresholds, order=order)
-    engine.load_state_dict(state)
+    seeds.give_secret(engine, SECRET)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.5, foreach=False)
     checkpointer = Checkpointer(folder, engine, optimizer) if folder else None
     if checkpointer is not None:

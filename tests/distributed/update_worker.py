@@ -201,7 +201,7 @@ def train(
         adaptive_clipping=QuantileTracking(learning_rate=0.5, budget_share=0.1) if "tracked" in options else None,
         verify=verify,
     )
-    engine.load_state_dict(_with_secret(engine))
+    seeds.give_secret(engine, SECRET)
     optimizer = optimizer_of(model, backend, options)
     core = model.module if isinstance(model, DistributedDataParallel) else model
     for logical_batch in engine.batches(dataset, micro_batch_size, collate_fn=padded if "lengths" in options else None):
@@ -231,18 +231,6 @@ def texts(of_several_lengths: bool) -> Any:
 def padded(rows: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     ids, labels = zip(*rows, strict=True)
     return pad_sequence(ids, batch_first=True, padding_value=PAD), torch.stack(labels)
-
-
-def _with_secret(engine: PrivacyEngine) -> dict[str, object]:
-    from dpshard import checkpoint as engine_state
-
-    return engine_state.pack(
-        engine.mechanism,
-        SECRET,
-        engine._budget.state_dict(),
-        thresholds=engine._thresholds.state_dict(),
-        order=engine._order.state_dict(),
-    )
 
 
 def whole(model: nn.Module) -> dict[str, Tensor]:

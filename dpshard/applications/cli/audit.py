@@ -131,7 +131,7 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
     import torch
 
     import dpshard
-    from dpshard.applications.cli import auditing, data, fitting
+    from dpshard.applications.cli import auditing, fitting, tasks
 
     if settings.group_column is not None:
         raise ConfigurationError("An audit does not support units of several rows yet: leave --group-column out.")
@@ -143,7 +143,7 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
         )
     if plan["canaries"] and not by_canaries and ranks.first:
         console.err.print(f"No run with canaries: it is scored for Poisson samples, not for {settings.sampling}.")
-    samples = data.load(settings)
+    samples = tasks.load(settings)
     settings = fitting.fit(settings, samples)
     figures: dict[str, Any] = {"task": settings.task, "model": settings.model}
     confidence, games = plan["confidence"], {}

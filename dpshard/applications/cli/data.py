@@ -1,8 +1,8 @@
-"""Data that ship with Python and scikit-learn, and `Data`, the form of all data."""
+"""`Data`: three splits and what a run must know of them, and the making of both."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any, NamedTuple
@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard.applications.cli.settings import TrainSettings
-from dpshard.applications.extras import require
-from dpshard.errors import ConfigurationError, DataError
+from dpshard.errors import DataError
 from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
@@ -72,45 +71,6 @@ class Data:
         """Return x of a training row."""
         train: Any = self.train
         return (train.dataset if isinstance(train, UnitDataset) else train)[0][0]
-
-
-def load(settings: TrainSettings, agree: Callable[[Callable[[], Any]], Any] = lambda fit: fit()) -> Data:
-    """Return the data of a run; raise DataError if they cannot be read, or `train` is empty.
-
-    `agree` gets a function that fits the columns of a table; it returns what all processes use, or the run has already.
-    """
-    if settings.task == "digits":
-        data = _digits(settings)
-    elif settings.task == "pydoc":
-        data = _pydoc(settings)
-    else:
-        from dpshard.applications.cli import files
-
-        data = files.load(settings, agree)
-    if settings.class_weights is not None and data.objective is None:
-        raise ConfigurationError("class_weights are for tables of columns, not for texts and images: leave them out.")
-    if size(data.train) == 0:
-        raise DataError("The data set is empty: there is no sample to train on.")
-    return data
-
-
-def _digits(settings: TrainSettings) -> Data:
-    require("sklearn", "train", "task='digits'")
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
-    x = torch.tensor(images, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    y = torch.tensor(labels)
-    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one handwritten digit", "classes": 10}
-    return splits(TensorDataset(x, y), settings, labels=y, **facts)
-
-
-def _pydoc(settings: TrainSettings) -> Data:
-    from pydoc_data.topics import topics
-
-    paragraphs = [paragraph for name in sorted(topics) for paragraph in topics[name].split("\n\n")]
-    texts = [text for text in (" ".join(paragraph.split()) for paragraph in paragraphs) if text]
-    return unlabelled(texts, settings, sample="one paragraph of documentation")
 
 
 def splits(

@@ -119,9 +119,9 @@ def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
-        from dpshard.applications.cli import data, final_report, provenance, training
+        from dpshard.applications.cli import final_report, provenance, tasks, training
 
-        samples = data.load(settings, _agreement(folder, ranks))
+        samples = tasks.load(settings, _agreement(folder, ranks))
         run = training.Run.prepare(settings, samples, ranks)
         settings = run.settings
         before = run.score(samples.test)

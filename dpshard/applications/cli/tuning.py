@@ -44,11 +44,12 @@ from dpshard.accounting import (
 from dpshard.accounting.composition import logarithmic_stop
 from dpshard.accounting.releases import Counts, Release
 from dpshard.applications.cli import provenance
-from dpshard.applications.cli.data import Data, Kind, load, size
+from dpshard.applications.cli.data import Data, Kind, size
 from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.formats import BALANCED
 from dpshard.applications.cli.run_folder import LOCK, RunFolder, intact, write_atomically, write_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
+from dpshard.applications.cli.tasks import load
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 

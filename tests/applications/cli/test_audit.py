@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from dpshard.applications.cli import auditing, data, models
+from dpshard.applications.cli import auditing, models, tasks
 from dpshard.applications.cli.fitting import fit
 from dpshard.applications.cli.settings import resolve
 from dpshard.backends.ranks import Ranks
@@ -155,7 +155,7 @@ def test_a_parameter_without_noise_is_found_by_default(dpshard, tmp_path, writte
 @pytest.mark.usefixtures("known_secret")
 def test_a_shuffled_loader_is_found_by_several_steps(monkeypatch):
     faults.shuffle(monkeypatch)
-    samples = data.load(settings := resolve({"device": "cpu"}))
+    samples = tasks.load(settings := resolve({"device": "cpu"}))
     settings = fit(settings, samples)
     game = auditing.games(3, settings)["sampling"]
     assert auditing.audit_game(game, settings, samples, Ranks(), 250, 0.95)["refuted"]

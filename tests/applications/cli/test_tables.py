@@ -12,10 +12,11 @@ import torch
 import yaml
 
 from dpshard.accounting import Release, SampledMechanism, compute_epsilon
-from dpshard.applications.cli.data import Kind, load
+from dpshard.applications.cli.data import Kind
 from dpshard.applications.cli.formats import parse_weights, read_yaml
 from dpshard.applications.cli.settings import resolve
 from dpshard.applications.cli.tables import Fitted
+from dpshard.applications.cli.tasks import load
 from dpshard.applications.tabular import parse_columns
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError, DpshardError
