@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,6 +19,9 @@ from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts
 from dpshard.backends.sharding import Unsharded
 from dpshard.backends.stages import Stages
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
@@ -48,6 +51,12 @@ class StageSharding(Unsharded):
 
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """See Sharding."""
+        from dpshard.backends.staged_state import StagedState  # late: only checkpoints need it
+
+        return StagedState(self.outermost, optimizer, self.names, self.parts)
 
     @property
     def everywhere(self) -> Sequence[Any]:

@@ -228,8 +228,8 @@ class Sharding(ABC):
         if self.parts is not None and self.parts.plain and any(map(self.parts.is_cut, self.parameters)):
             raise ConfigurationError(
                 "A Checkpointer cannot tell which parts of a model plain tensors hold, so it would save those of one "
-                "rank. Make the parts DTensors (torch's parallelize_module), or, as for stages of a pipeline, save "
-                "engine.state_dict() and the states of model and optimizer by rank."
+                "rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict(), and the "
+                "states of model and optimizer by rank."
             )
         from dpshard.backends.training_state import NamedState  # late: only checkpoints need it
 

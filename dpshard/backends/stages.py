@@ -93,6 +93,12 @@ class Stages(ModelParts):
         rows = self.gather(torch.cat([own, own.new_zeros(max(lengths) - len(own))]))
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows.cpu(), lengths, strict=True)]
 
+    def exchange_objects(self, value: Any) -> list[Any]:
+        """Return what all ranks pass, of any type that pickles."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self.group)
+        return values
+
     # --- clipping groups --------------------------------------------------------------------------------------------
 
     def partition(

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -19,13 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from dpshard.errors import ConfigurationError
+from dpshard.errors import CheckpointError, ConfigurationError
 
 Groups = list[dict[str, Any]]
 """Parameter groups of an optimizer, with names in place of parameters."""
 
 OPTIMIZER_STATE = "optimizer.state."
 """Prefix of optimizer state in a checkpoint; the parameter's name and the state's own name follow."""
+
+
+NAMING = frozenset({"params", "param_names"})
+"""Keys of a parameter group that are no settings."""
 
 
 class Snapshot(NamedTuple):
@@ -73,6 +78,7 @@ class NamedState:
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> Iterator[Snapshot]:
         """See TrainingState."""
         self._reshard()
+        groups = self._fitting(groups)
         untouched = not self.optimizer.state
         stepped = any(name.startswith(OPTIMIZER_STATE) for name in saved)
         try:
@@ -96,6 +102,28 @@ class NamedState:
     def _groups(self) -> Groups:
         return [group | {"params": [self._name(p) for p in group["params"]]} for group in self.optimizer.param_groups]
 
+    def _fitting(self, saved: Groups) -> Groups:
+        """Return the optimizer's groups with the saved settings of their parameters, which other groups may hold."""
+        settings_of = {name: group for group in saved for name in group["params"]}
+        found: Groups = []
+        for own in self._groups():
+            missing = [name for name in own["params"] if name not in settings_of]
+            if missing:
+                raise CheckpointError(
+                    f"{missing[0]} is in no parameter group of the checkpoint, which belongs to another model or "
+                    f"optimizer. Resume with the saved ones."
+                )
+            settings = own
+            for i, name in enumerate(own["params"]):
+                if i > 0 and (differs := differing(settings, settings_of[name])):
+                    raise CheckpointError(
+                        f"{own['params'][0]} and {name} are in one parameter group, but were saved with different "
+                        f"{differs[0]}. Make the optimizer with the groups of the saved one."
+                    )
+                settings = settings_of[name]
+            found.append({key: x for key, x in settings.items() if key not in NAMING} | _naming(own))
+        return found
+
     def _name(self, parameter: Tensor) -> str:
         if parameter not in self.names:
             raise ConfigurationError(
@@ -109,3 +137,21 @@ class NamedState:
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """Return the settings in which two parameter groups differ."""
+    both = one.keys() & other.keys()
+    return sorted(
+        key for key in (one.keys() | other.keys()) - NAMING if key not in both or not same(one[key], other[key])
+    )
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return True for equal values, which may be tensors."""
+    tensors = isinstance(a, Tensor), isinstance(b, Tensor)
+    return torch.equal(a.cpu(), b.cpu()) if all(tensors) else not any(tensors) and a == b
+
+
+def _naming(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: group[key] for key in NAMING & group.keys()}

@@ -17,9 +17,10 @@ from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.ranks import Ranks
 from dpshard.backends.training_state import Snapshot, TrainingState
 from dpshard.checkpoint import engine_state, storage
-from dpshard.checkpoint.disk import why
+from dpshard.checkpoint.disk import explained
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
 from dpshard.checkpoint.journal import Journal, Mark, Release
+from dpshard.checkpoint.notes import ReleaseNotes
 from dpshard.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")
@@ -99,8 +100,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
         self._pending: Future[None] | None = None
         self._journal = Journal(Path(folder) / "releases.journal")
-        if self._ranks.first:
-            engine.internals.note_releases(self._note)
+        engine.internals.note_releases(ReleaseNotes(self._journal).note)
 
     def save(self, *, wait: bool = True) -> Path:
         """Save the state between two steps; return the path of the (future) checkpoint.
@@ -202,18 +202,8 @@ class Checkpointer:
             return str(error)
         return None
 
-    def _note(self, step: int, identity: bytes) -> Callable[[], object]:
-        return self._explained(self._explained(lambda: self._journal.note(step, identity))().result)
-
     def _explained(self, work: Callable[[], T]) -> Callable[[], T]:
-        def run() -> T:
-            try:
-                return work()
-            except OSError as error:
-                path = Path(error.filename or self._folder.path)
-                raise CheckpointError(f"{path} cannot be written or read: {why(error, path)}.") from error
-
-        return run
+        return explained(self._folder.path, work)
 
     def _finish(self, written: Future[Any], step: int, noted: Mark, partial: Path) -> None:
         storage.finished(written, partial)

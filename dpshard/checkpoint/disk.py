@@ -5,7 +5,13 @@ from __future__ import annotations
 import errno
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
+
+from dpshard.errors import CheckpointError
+
+T = TypeVar("T")
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -17,6 +23,19 @@ def flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
+    """Return `work` with an OSError as a CheckpointError; `place` is meant if the error names no path."""
+
+    def run() -> T:
+        try:
+            return work()
+        except OSError as error:
+            path = Path(error.filename or place)
+            raise CheckpointError(f"{path} cannot be written or read: {why(error, path)}.") from error
+
+    return run
 
 
 def why(error: BaseException, path: Path) -> str:

@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,12 +141,6 @@ class _Planner(DefaultLoadPlanner):
         """Compare `state` with the saved one."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        more = [] if self.partly else sorted(saved.keys() - self.state_dict.keys())
-        if more:
-            raise CheckpointError(
-                f"{more[0]} is in the checkpoint, but not in this training: the checkpoint belongs to another model, "
-                f"optimizer or set of named objects. Resume with the saved ones."
-            )
         for name, own in self.state_dict.items():
             if name not in saved:
                 raise CheckpointError(
@@ -161,7 +156,19 @@ class _Planner(DefaultLoadPlanner):
                     f"{name} does not fit: saved {_spoken(described)}, now "
                     f"{f'{tuple(own.shape)} {own.dtype}' if isinstance(own, torch.Tensor) else type(own).__name__}."
                 )
-        return super().create_local_plan()
+        return replace(super().create_local_plan(), planner_data=list(self.state_dict))
+
+    def create_global_plan(self, global_plan: Any) -> Any:
+        """Compare the saved names with those of all ranks: a stage of a pipeline reads its own ones."""
+        assert self.metadata is not None
+        read = {name for plan in global_plan for name in plan.planner_data}
+        more = [] if self.partly else sorted(self.metadata.state_dict_metadata.keys() - read)
+        if more:
+            raise CheckpointError(
+                f"{more[0]} is in the checkpoint, but not in this training: the checkpoint belongs to another model, "
+                f"optimizer or set of named objects. Resume with the saved ones."
+            )
+        return super().create_global_plan(global_plan)
 
 
 def _spoken(described: Any) -> str:

@@ -243,6 +243,47 @@ def wider(folder):
     return training
 
 
+def grouped(folder, *decays):
+    """A training whose weights and biases have settings of their own."""
+    training = Training(folder)
+    weights, biases = ([p for p in training.model.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": p, "weight_decay": decay} for p, decay in zip((weights, biases), decays, strict=True)]
+    training.optimizer = torch.optim.Adam(groups, lr=0.1)
+    training.scheduler = torch.optim.lr_scheduler.MultiStepLR(training.optimizer, [2, 5])
+    training.checkpoints = Checkpointer(folder, training.engine, training.optimizer, scheduler=training.scheduler)
+    return training
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_settings_follow_parameters_into_other_groups(folder, steps):
+    """As of stages of a pipeline, which have a part of the groups, with a part of the parameters."""
+    one = grouped(folder, 0.5, 0.25)
+    one.train(steps)
+    one.checkpoints.save()
+    other = grouped(folder, 0.0, 0.0)
+    other.optimizer.param_groups.reverse()
+    other.checkpoints.load()
+    assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.25, 0.5]
+    one.train(2)
+    other.train(2)
+    for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_saved_settings_that_differ_within_a_group_are_refused(folder, steps):
+    one = grouped(folder, 0.5, 0.25)
+    one.train(steps)
+    one.checkpoints.save()
+    other = Training(folder)
+    before = str(other.state)
+    with pytest.raises(
+        CheckpointError, match=r"0\.bias are in one parameter group, but were saved with different weight"
+    ):
+        other.checkpoints.load()
+    assert str(other.state) == before
+
+
 def frozen_extra(folder):
     training = Training(folder)
     training.model.register_buffer("more", torch.ones(2))

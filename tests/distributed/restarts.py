@@ -37,6 +37,7 @@ from torch.utils.data import TensorDataset
 from dpshard import BandMF, Checkpointer, PrivacyEngine
 from dpshard.backends.fsdp2 import reduction
 from dpshard.backends.model_parts import ModelParts
+from dpshard.checkpoint.journal import Journal
 from tests import seeds
 from tests.distributed import tensor_parallel_worker as parted
 from tests.distributed.update_worker import SECRET, Model, shard, whole
@@ -56,9 +57,10 @@ DEADLY = {
     "reduce_scatter": (reduction, "reduce_scatter"),
     "adam": (torch.optim.Adam, "step"),
     "norm of parts": (ModelParts, "norm_sq"),
+    "journal": (Journal, "note"),
 }
 """Calls in which a rank may be killed: in every phase of a save, and of a step."""
-OF_FSDP2 = tuple(call for call in DEADLY if call != "norm of parts")
+OF_FSDP2 = tuple(call for call in DEADLY if call not in ("norm of parts", "journal"))
 OF_A_SAVE = ("fsync", "rename", "digest", "chmod", "torch.save", "gather")
 
 
@@ -233,7 +235,7 @@ def kills(seed: int) -> dict[str, Any]:
     return killed("fsdp2", moments)
 
 
-def killed(kind: str, moments: list[Kill]) -> dict[str, Any]:
+def killed(kind: str, moments: list[Kill], train: Callable[..., dict[str, Any]] = train) -> dict[str, Any]:
     """A run that is killed again and again, and one that is not."""
     with tempfile.TemporaryDirectory() as place:
         folder, log, reference = Path(place, "run"), Path(place, "log"), Path(place, "reference")

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from dpshard.backends.deepspeed.flat_shard import Piece
 from dpshard.backends.deepspeed.partitions import ZeroLayout
 from dpshard.backends.deepspeed.stage3 import is_gathered
-from dpshard.backends.training_state import OPTIMIZER_STATE, Groups, Snapshot
+from dpshard.backends.training_state import OPTIMIZER_STATE, Groups, Snapshot, same
 from dpshard.errors import CheckpointError, ConfigurationError
 from dpshard.names import canonical_name
 
@@ -160,7 +160,7 @@ class ZeroState:
         for name, place in self.layout.fragments.items():
             flat, state = partitions[id(place.master)], states[id(place.master)]
             for key, value in remembered[name].items():
-                if key not in flat and not _same(state.setdefault(key, value), value):
+                if key not in flat and not same(state.setdefault(key, value), value):
                     raise CheckpointError(
                         f"{key} of {name} is {value}, and {state[key]} of another parameter, but DeepSpeed's optimizer "
                         f"stores one value for both. Resume with the back-end that saved the checkpoint."
@@ -225,7 +225,3 @@ def _described(saved: Mapping[str, Any]) -> _Described:
 def _single(item: Any) -> Any:
     """Return a place to read a value that is not one per element."""
     return torch.zeros(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else b""
-
-
-def _same(a: Any, b: Any) -> bool:
-    return torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b

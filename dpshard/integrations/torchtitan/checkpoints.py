@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torchtitan.tools.logging import logger
 
 from dpshard.checkpoint.journal import Journal, Mark
+from dpshard.checkpoint.notes import ReleaseNotes
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError
 
@@ -24,6 +24,7 @@ class EngineState:
         folder.chmod(0o700)  # a checkpoint holds the run secret
         self._journal = Journal(folder / "releases.journal")
         self._noted = self._journal.mark()
+        self._notes = ReleaseNotes(self._journal)
         engine.internals.note_releases(self._note)
 
     def warn_of_earlier_starts(self) -> None:
@@ -37,9 +38,7 @@ class EngineState:
 
     def _note(self, step: int, identity: bytes) -> Callable[[], object]:
         self._noted = self._noted.after(step, identity)  # the same on all ranks
-        if torch.distributed.get_rank() > 0:
-            return lambda: None
-        return self._journal.note(step, identity).result
+        return self._notes.note(step, identity)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the engine's state, and its place in the journal."""
