@@ -46,6 +46,7 @@ def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
     if stage is None or index is None or not stage.has_backward:
         return None
     _check(stage, schedule, module, group)
+    _check_inputs(stage, index)
     return Chunk(index, schedule._n_microbatches, bool(stage.is_first))
 
 
@@ -95,4 +96,19 @@ def _check(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGrou
             f"The pipeline has {stage.num_stages} stages on the ranks {ranks}, but model_parallel_group has the ranks "
             f"{dist.get_process_group_ranks(group)}: stages beyond them would clip by another threshold. Give "
             f"PipelineStage and PrivacyEngine(model_parallel_group=...) one group, with a stage on each of its ranks."
+        )
+
+
+def _check_inputs(stage: Any, index: int) -> None:
+    """Raise ConfigurationError if the stage before would get no gradient.
+
+    A schedule looks once at what stages send each other, and notes it on the stage. A second schedule without a loss
+    notes there that nothing needs a gradient, which the first one does not see.
+    """
+    received = () if stage.is_first else stage.args_recv_info[index]
+    if received and not any(info.tensor_meta.requires_grad for info in received if not info.is_root_arg):
+        raise ConfigurationError(
+            f"No input that stage {stage.stage_index} of the pipeline receives needs a gradient, so the stages before "
+            f"it would train on noise alone. Likely causes: another schedule has run on this stage to evaluate (call "
+            f"schedule.eval(...) of the schedule that trains), or the stage before detaches its output."
         )

@@ -22,7 +22,7 @@ from dpshard.step.logical_batch import LogicalBatch, MicroBatch
 _NO_BATCH = (
     "A pipeline trains on engine.batches(dataset, micro_batch_size), on all stages: only it tells a stage which rows "
     "are which samples. Call schedule.step(...) once for each micro-batch of a logical batch; to evaluate, call "
-    "model.eval() or use torch.no_grad()."
+    "schedule.eval(...)."
 )
 _UNUSED = -1.0
 """In place of a squared norm: no gradient arrived in this group on this stage."""

@@ -3,9 +3,9 @@
 Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTION...] [...]
 
 Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
-(blocks); nan (in some samples); overwritten (inputs, after the schedule's step); resumed (after a step, on stages and
-on one process); by-hand (without noise, against one sample at a time). Options that are faults: see `told_wrongly` and
-`faulty`.
+(blocks); evaluated (after each step); nan (in some samples); overwritten (inputs, after the schedule's step); resumed
+(after a step, on stages and on one process); by-hand (without noise, against one sample at a time). Options that are
+faults: see `told_wrongly` and `faulty`; another-evaluates (a schedule on the same stages).
 """
 
 import math
@@ -168,7 +168,18 @@ def train(
                 schedule._stage.scale_grads(2)
         optimizer.step()
         optimizer.zero_grad()
+        if schedule is not None:
+            evaluate(schedule, options)
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics(), "thresholds": engine.thresholds}
+
+
+def evaluate(schedule: Any, options: set[str]) -> None:
+    x, y = (some[: PARTS * ROWS] for some in data(options).tensors)
+    inputs = (x,) if schedule._stage.is_first else ()
+    if "evaluated" in options:
+        schedule.eval(*inputs, target=y if schedule._stage.is_last else None)
+    if "another-evaluates" in options:
+        ScheduleGPipe(schedule._stage, PARTS).step(*inputs)
 
 
 def train_by_hand(model: nn.Module, engine: PrivacyEngine) -> None:

@@ -12,7 +12,7 @@ EXACT = (
     *(
         "1f1b:block-wise:auto+verified",
         "gpipe:all-layer:auto+by-hand+overwritten",
-        "1f1b:all-layer:auto+verified+adaptive",
+        "1f1b:all-layer:auto+verified+adaptive+evaluated",
     ),
     *("1f1b:layer-wise:ghost+nan", "gpipe:block-wise:auto+units+sums", "1f1b:all-layer:auto+resumed"),
     "1f1b:all-layer:auto+float32+verified",
@@ -40,6 +40,7 @@ REFUSED = {
     "1f1b:all-layer:auto+replicated": "ConfigurationError: A stage of a pipeline in DistributedDataParallel or FSDP2",
 }
 ENDS = {
+    "1f1b:block-wise:auto+another-evaluates": "ConfigurationError: No input that stage 1 of the pipeline receives",
     "1f1b:block-wise:auto+scaling": "ConfigurationError: Schedule1F1B\\(scale_grads=True\\) divides .grad",
     "1f1b:block-wise:auto+mixing+verified": "VerificationError: The gradient that this stage of the pipeline gives",
     "gpipe:all-layer:auto+time-first": "BatchLayoutError: A stage of a pipeline returned a tensor",
