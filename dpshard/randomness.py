@@ -26,8 +26,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
-from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
-from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from numpy.typing import NDArray
 
 from dpshard.errors import ConfigurationError
@@ -84,7 +82,9 @@ class RandomSource:
     """
 
     def __init__(self, key: bytes) -> None:
-        self._stream = Cipher(algorithms.AES256(key), _COUNTER_MODE).encryptor()
+        from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes  # late: loading it takes 0.1 s
+
+        self._stream = Cipher(algorithms.AES256(key), modes.GCM(_NONCE)).encryptor()
 
     def words(self, n: int) -> NDArray[np.uint64]:
         """Return `n` words of 64 random bits."""
@@ -117,6 +117,8 @@ class RandomSource:
 
 def first_bytes(keys: Sequence[bytes], sizes: Iterable[int]) -> list[bytes]:
     """Return the first bytes, at least `sizes` of them, of the stream under each of `keys`; up to 2 MiB."""
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
     # Bytes of the stream, then the tag. Such an object is made five times as fast as a stream.
     return [AESGCM(key).encrypt(_NONCE, _ZEROS[:n], None) for key, n in zip(keys, sizes, strict=True)]
 
@@ -151,7 +153,6 @@ def _scratch(n: int, dtype: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], N
 
 
 _NONCE = bytes(12)
-_COUNTER_MODE = modes.GCM(_NONCE)
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _CIPHER_PADDING = 16
 """Bytes that a block cipher may write beyond its message; it keeps rows aligned."""

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
-HEAVY = ("torch._dynamo", "triton", "dp_accounting", "scipy", "torch.distributed.fsdp", "transformers", "matplotlib")
+HEAVY = (
+    "torch._dynamo", "triton", "dp_accounting", "scipy", "cryptography", "torch.distributed.fsdp", "transformers",
+    "matplotlib",
+)  # fmt: skip
 
 
 def test_the_engine_loads_no_compiler_and_no_accounting_before_they_are_needed():
