@@ -2,7 +2,8 @@
 
 A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (communicator.py, sharding.py,
 roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py). Ranks with parts of one
-model: model_parts.py, slices.py, expert_parts.py, stages.py, tensor_parallel.py; model_parallel.py refuses all others.
+model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py, stages.py, stage_sums.py; model_parallel.py
+refuses all others.
 May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
 """
 
@@ -76,10 +77,6 @@ def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
     if not dist.is_available() or not dist.is_initialized():
         refuse_foreign_placements(model)
         return local_backend(model)
-    if declared is not None and are_stages(declared[1]):
-        from dpshard.backends.pipeline import pipeline_backend
-
-        return pipeline_backend(model, declared)
     from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
     from dpshard.backends.ddp import ddp_backend
@@ -90,6 +87,10 @@ def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
             "FullyShardedDataParallel (FSDP1) flattens several parameters into one, so dpshard cannot separate "
             "them. Use FSDP2: fully_shard(model), or fsdp_version=2 of accelerate (--fsdp_version 2 of its launcher)."
         )
+    if declared is not None and are_stages(declared[1]):
+        from dpshard.backends.pipeline import pipeline_backend
+
+        return pipeline_backend(model, declared)
     if any(isinstance(module, FSDPModule) for module in model.modules()):
         return fsdp2_backend(model, declared)
     if placed_parameters(model) and not isinstance(model, DistributedDataParallel):

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from dpshard.errors import BatchLayoutError
 
@@ -44,3 +47,27 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
                 f"layer, an input that only some micro-batches have), or train under DDP."
             )
         time.sleep(0.01)
+
+
+_BUCKET = 1 << 25
+"""Elements that one collective sums, if several tensors have them."""
+
+
+def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
+    """Sum real tensors over ranks, many small ones in one collective; bitwise equal on all ranks."""
+    for bucket in _buckets(tensors):
+        flat = torch.cat([x.flatten() for x in bucket])
+        dist.all_reduce(flat, group=group)
+        for x, summed in zip(bucket, flat.split([x.numel() for x in bucket]), strict=True):
+            x.copy_(summed.view(x.shape))
+
+
+def _buckets(tensors: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    alike: dict[Any, list[Tensor]] = defaultdict(list)
+    for x in tensors:
+        bucket = alike[x.dtype, x.device]
+        if bucket and sum(y.numel() for y in bucket) + x.numel() > _BUCKET:
+            yield bucket
+            bucket = alike[x.dtype, x.device] = []
+        bucket.append(x)
+    yield from alike.values()

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
+from dpshard.backends.collectives import sum_in_place
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import DotGradStore, add
 from dpshard.backends.model_parts import DeclaredParts
@@ -91,8 +92,7 @@ class DDPReduction:
         torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
 
     def _note_all(self) -> None:
-        for name in self._parameters:
-            self._guard.note(name)
+        self._guard.note_all(self._parameters)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return a block; DDP reduces only in the last micro-batch."""
@@ -119,14 +119,14 @@ class DDPReduction:
     def sum_rest(self) -> None:
         """Reduce half-precision sums; a second call adds later ones."""
         half, unreduced = self._half, self._store.unreduced
-        shapes = [self._parameters[name].shape for name in half]
-        zeros = [torch.zeros_like(self._parameters[name], dtype=torch.float32) for name in half]
-        sums = [unreduced.get(name, zero) for name, zero in zip(half, zeros, strict=True)]
-        flat = torch.cat([x.flatten() for x in sums])
-        dist.all_reduce(flat, group=self._communicator.group)
-        for name, shape, x in zip(half, shapes, flat.split([x.numel() for x in sums]), strict=True):
-            add(self._store.wide_sums, name, x.view(shape))
-            unreduced.pop(name, None)
+        sums = [
+            unreduced.pop(name) if name in unreduced else torch.zeros_like(self._parameters[name], dtype=torch.float32)
+            for name in half
+        ]
+        assert self._communicator.group is not None
+        sum_in_place(sums, self._communicator.group)
+        for name, total in zip(half, sums, strict=True):
+            add(self._store.wide_sums, name, total)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
         """Return the digest of the first rank; LogicalBatchError if others differ."""

@@ -111,11 +111,15 @@ class Guard:
 
     def note(self, name: str) -> None:
         """Record the present `.grad`."""
-        gradient = self._parameters[name].grad
-        if gradient is None:
-            return
-        self._noted[name] = _Noted(gradient, (gradient._version, self._local(gradient)._version))
-        self._unsealed[name] = None
+        self.note_all([name])
+
+    def note_all(self, names: Iterable[str]) -> None:
+        """Record the present `.grad` of parameters."""
+        for name in names:
+            gradient = self._parameters[name].grad
+            if gradient is not None:
+                self._noted[name] = _Noted(gradient, (gradient._version, self._local(gradient)._version))
+                self._unsealed[name] = None
         backward = torch._C._current_graph_task_id()
         if backward == -1 or self._at_once:
             self._seal()

@@ -14,7 +14,7 @@ from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import DpshardError
 from dpshard.records import as_real
 
 
@@ -71,10 +71,6 @@ class NoReduction:
 class DirectReduction(NoReduction):
     """Puts the sums of a rank's own elements in `.grad`, past autograd, which adds no parts, and none later."""
 
-    def __init__(self, store: DotGradStore) -> None:
-        super().__init__(store)
-        self._late_fault: DpshardError | None = None
-
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Take the clipped sums; return None for each."""
         self._store.begins(lambda: None)
@@ -88,15 +84,3 @@ class DirectReduction(NoReduction):
             total = take(name)
             if total is not None:
                 self._store.add_shard(name, as_real(total))
-
-    def add_later(self, names: Sequence[str], take: Take) -> None:
-        """Take the clipped sums after backward; `fault` returns an error, so that all ranks learn of it."""
-        try:
-            self.add(names, take)
-        except (LogicalBatchError, UnsupportedParameterError) as error:
-            self._late_fault = error
-
-    def fault(self) -> DpshardError | None:
-        """Return why the sums must not be released, or None."""
-        late, self._late_fault = self._late_fault, None
-        return late or super().fault()

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: whole parameters that no other rank holds; see [Note: Stages] in stages.py."""
+"""A stage of a pipeline: whole parameters that no other stage holds; see [Note: Stages] in stages.py."""
 
 from __future__ import annotations
 
@@ -6,17 +6,19 @@ import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
+from dpshard.backends.ddp import refuse_other_reductions
 from dpshard.backends.grad_store import DotGradStore
-from dpshard.backends.local import DirectReduction
 from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts
 from dpshard.backends.sharding import Unsharded
+from dpshard.backends.stage_sums import SilentReducer, WholeSums
 from dpshard.backends.stages import Stages
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
@@ -25,18 +27,26 @@ if TYPE_CHECKING:
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
-    """Return the back-end of a stage. Raises ConfigurationError for a stage that is sharded or replicated, too."""
-    if any(isinstance(module, (DistributedDataParallel, FSDPModule)) for module in model.modules()):
+    """Return the back-end of a stage, which may have replicas. Raises ConfigurationError for one that is sharded."""
+    inner = [module for module in model.modules() if isinstance(module, (DistributedDataParallel, FSDPModule))]
+    if any(module is not model or isinstance(module, FSDPModule) for module in inner):
         raise ConfigurationError(
-            "A stage of a pipeline in DistributedDataParallel or FSDP2 is not supported: schedules reduce its "
-            "gradients at times of their own. Use one or the other."
+            "A stage of a pipeline in FSDP2, or with parts in DistributedDataParallel, is not supported. Wrap the "
+            "whole stage in DistributedDataParallel(stage, process_group=...) over the ranks with the same stage."
         )
     refuse_foreign_placements(model)
-    sharding, data = StageSharding(model), Communicator()
+    if isinstance(model, DistributedDataParallel):
+        refuse_other_reductions(model)
+        group = model.process_group
+        sharding: StageSharding = StageReplica(model)
+        data = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
+    else:
+        sharding, data = StageSharding(model), Communicator()
     everyone, grid = sharding.take_declared(declared, data)
     store = DotGradStore(sharding)
-    layout = f"stages on {everyone.world_size} ranks"
-    return Backend(layout, everyone, sharding, DirectReduction(store), store, data, grid)
+    layout = f"stages on {everyone.world_size // data.world_size} ranks"
+    layout += f", in {data.world_size} replicas" if data.world_size > 1 else ""
+    return Backend(layout, everyone, sharding, WholeSums(sharding, store, data), store, data, grid)
 
 
 class StageSharding(Unsharded):
@@ -72,3 +82,23 @@ class StageSharding(Unsharded):
         # Autograd calls this without a gradient too, because sums go to `.grad` directly.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(f"{name}: a gradient reached it that is not clipped.")
+
+
+class StageReplica(StageSharding):
+    """A stage in DistributedDataParallel; the engine reduces its sums."""
+
+    def __init__(self, model: DistributedDataParallel) -> None:
+        super().__init__(model.module, model)
+        self._reducer = SilentReducer(model)
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Raise ConfigurationError: which replica writes a tensor is not settled."""
+        raise ConfigurationError(
+            "A Checkpointer does not save stages of a pipeline in DistributedDataParallel. Save engine.state_dict(), "
+            "and the states of model and optimizer of one replica of each stage."
+        )
+
+    def detach(self) -> None:
+        """Remove every trace from the parameters and the reducer."""
+        self._reducer.restore()
+        super().detach()

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.backends import Backend
-from dpshard.backends.local import DirectReduction
 from dpshard.backends.schedules import Chunk, running_chunk
+from dpshard.backends.stage_sums import LateSums
 from dpshard.backends.stages import Stages
 from dpshard.clipping.autograd_nodes import in_full_precision
 from dpshard.clipping.groups import ClippingGroup
@@ -41,7 +41,7 @@ class InStages:
                 f"parameters on several stages, which run their backwards one after another. Choose a clipping_mode of "
                 f"one pass ('auto'), or clipping_style='block-wise' with no such group."
             )
-        assert isinstance(backend.reduction, DirectReduction)
+        assert isinstance(backend.reduction, LateSums)
         self._stages, self._clipper, self._reduction = stages, clipper, backend.reduction
         self._device = backend.sharding.device
         self._chunk: Chunk | None = None
@@ -82,13 +82,17 @@ class InStages:
     # --- groups on several stages -----------------------------------------------------------------------------------
 
     def end(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
-        """Clip the groups that span stages, after the backwards of a micro-batch; all stages call it.
+        """Complete the sums of a micro-batch after its backwards; all stages call it. See `_clip_spanning`."""
+        if self._clipper.spanning:
+            self._clip_spanning(micro, noting, observe)
+        self._reduction.end_micro_batch()
+
+    def _clip_spanning(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
+        """Clip the groups that span stages.
 
         `observe` gets the norms of a group in each part, on one stage only.
         """
         spanning = sorted(self._clipper.spanning)
-        if not spanning:
-            return
         size = len(micro.plan.indices) // max(1, len(micro.chunks))
         tapes = {k: chunk.tape for k, chunk in enumerate(micro.chunks) if chunk is not None and chunk.tape is not None}
         own = torch.full((len(spanning), len(micro.plan.indices)), _UNUSED, dtype=torch.float64, device="cpu")

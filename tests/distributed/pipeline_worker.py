@@ -4,8 +4,10 @@ Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTIO
 
 Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
 (blocks); evaluated (after each step); nan (in some samples); overwritten (inputs, after the schedule's step); resumed
-(after a step, on stages and on one process); by-hand (without noise, against one sample at a time). Options that are
-faults: see `told_wrongly` and `faulty`; another-evaluates (a schedule on the same stages).
+(after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
+so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); digested (sums are
+not taken for equal). Options that are faults: see `told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule
+on the same stages).
 """
 
 import math
@@ -19,14 +21,21 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import BandMF, PrivacyEngine, QuantileTracking
+from dpshard import BandMF, Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard.backends.stages import Stages
 from dpshard.clipping.groups import partition
 from dpshard.errors import DpshardError
+from dpshard.randomness import derive_key
 from dpshard.sampling import PoissonSampler
+from dpshard.sampling.plans import plan_micro_batches
+from dpshard.step.noise_of_run import NoiseOfRun
 from tests import seeds
 from tests.distributed.rank import main
 from tests.sums import taken_for_equal
@@ -45,6 +54,30 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "in-order": {"sampling": "fixed-order"},
     "correlated": {"sampling": "cyclic-poisson", "noise_correlation": BandMF(bands=2), "accountant": "pld"},
 }
+
+
+def noise_of_replica(self: NoiseOfRun, secret: bytes, *rest: Any, of_step: Any = NoiseOfRun.of_step) -> Any:
+    return of_step(self, derive_key(secret, "rank", dist.get_rank()), *rest)
+
+
+def of_all_pipelines(self: Stages, x: Tensor, gather: Any = Stages.gather) -> Tensor:
+    if not x.is_floating_point():  # names and groups, not norms
+        return gather(self, x)
+    rows = x.new_empty(dist.get_world_size(), *x.shape)
+    dist.all_gather_into_tensor(rows.view(-1), x.contiguous().view(-1))
+    return rows
+
+
+PLANTED: dict[str, Any] = {
+    "own-noise": lambda: mock.patch.object(NoiseOfRun, "of_step", noise_of_replica),
+    "norms-of-all": lambda: mock.patch.object(Stages, "gather", of_all_pipelines),
+    "same-rows": lambda: mock.patch(
+        "dpshard.sampling.plans.plan_micro_batches",
+        lambda indices, step, size, rank, world_size, **rest: plan_micro_batches(indices, step, size, 0, 2, **rest),
+    ),
+    "unsummed": lambda: mock.patch("dpshard.backends.stage_sums.WholeSums.sum_rest"),
+}
+"""Faults of pipelines side by side, which give another update."""
 
 
 class Mixing(torch.autograd.Function):
@@ -99,8 +132,12 @@ def cut(model: Model, rank: int, size: int) -> None:
     model.head = model.head if rank == size - 1 else None
 
 
+def losses_of(output: Tensor, target: Tensor) -> Tensor:
+    return ((output - target).square() * torch.tensor([1.0, 3.0], dtype=output.dtype)).sum(1)
+
+
 def loss_of(output: Tensor, target: Tensor, *, sums: bool = False) -> Tensor:
-    losses = ((output - target).square() * torch.tensor([1.0, 3.0], dtype=output.dtype)).sum(1)
+    losses = losses_of(output, target)
     return losses.sum() if sums else losses.mean()
 
 
@@ -145,19 +182,16 @@ def train(
     for logical_batch in engine.batches(data(options), PARTS * ROWS, steps=steps):
         for x, y in logical_batch:
             if schedule is None:
-                loss = loss_of(model(x), y, sums="sums" in options)
-                loss.backward()
-                engine.record_loss(loss if "sums" not in options else loss / len(x))
+                output = model(x)
+                loss_of(output, y, sums="sums" in options).backward()
+                engine.record_loss(losses_of(output, y))  # of rows: a mean would have padding's, which pipelines divide
                 continue
             if "outside" in options:
                 model(torch.ones(len(x), 3 if schedule._stage.is_first else D, dtype=x.dtype))
-            losses: list[Tensor] = []
             if schedule._stage.is_first:
                 schedule.step(x)
             elif schedule._stage.is_last:
-                schedule.step(target=y, losses=losses)
-                loss = torch.stack(losses)
-                engine.record_loss(loss.sum() / len(x) if "sums" in options else loss.mean())
+                engine.record_loss(losses_of(schedule.step(target=y), y))
             else:
                 schedule.step()
             if "overwritten" in options:  # what records are made of, as a next forward overwrites it
@@ -206,9 +240,13 @@ def other_draw(draw: Any, self: PoissonSampler, step: int) -> Any:
     return (draw(self, step) + 1) % SAMPLES
 
 
-def told_wrongly(model: Model, options: set[str], undo: ExitStack) -> tuple[nn.Module, dict[str, Any]]:
+def told_wrongly(
+    model: Model, options: set[str], mesh: DeviceMesh, undo: ExitStack
+) -> tuple[nn.Module, dict[str, Any]]:
     """What the engine is given; with faults that it refuses."""
     whole: nn.Module = model
+    if "ddp" in options:
+        whole = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     told: dict[str, Any] = {"*": "stage"}
     if "mixed" in options:
         told = {"*.down.weight": 1, "*": "stage"}
@@ -216,11 +254,15 @@ def told_wrongly(model: Model, options: set[str], undo: ExitStack) -> tuple[nn.M
         whole = nn.Sequential(*model.blocks.values())
     if "frozen" in options and model.enter is None:
         model.requires_grad_(False)
-    if "replicated" in options:
-        whole = nn.parallel.DistributedDataParallel(model, process_group=dist.new_subgroups(group_size=1)[0])
+    if "sharded" in options:
+        fully_shard(model, mesh=mesh["dp"])
+    if "inner" in options:
+        alone = dist.new_subgroups(group_size=1)[0]
+        for name, block in model.blocks.items():
+            model.blocks[name] = DistributedDataParallel(block, process_group=alone)
     if "own-r" in options:  # each stage forms groups of its own
         undo.enter_context(mock.patch("dpshard.backends.stages.Stages.partition", staticmethod(partition)))
-    return whole, {"model_parallel_group": dist.group.WORLD, "model_parallel_parts": told}
+    return whole, {"model_parallel_group": mesh["pp"].get_group(), "model_parallel_parts": told}
 
 
 def faulty(stage: Any, options: set[str], undo: ExitStack) -> None:
@@ -249,7 +291,9 @@ def compare(case: str) -> dict[str, Any]:
     kind, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    rank, size = dist.get_rank(), dist.get_world_size()
+    replicas = 2 if "ddp" in options else 1
+    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+    rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     torch.manual_seed(0)
     dtype = torch.float32 if "float32" in options else torch.float64
     alone, model = Model(2 * size, options).to(dtype), Model(2 * size, options).to(dtype)
@@ -258,11 +302,15 @@ def compare(case: str) -> dict[str, Any]:
     cut(model, rank, size)
     loss_fn = partial(loss_of, sums="sums" in options)
     with ExitStack() as undo:
-        undo.enter_context(taken_for_equal())
+        if "digested" not in options:
+            undo.enter_context(taken_for_equal())
+        for fault in options & PLANTED.keys():
+            undo.enter_context(PLANTED[fault]())
         try:
-            given, told = told_wrongly(model, options, undo)
+            given, told = told_wrongly(model, options, mesh, undo)
             engine = engine_for(given, style, mode, options, **told)
-            stage = PipelineStage(model, rank, size, torch.device("cpu"), group=dist.group.WORLD)
+            staged = given if "ddp" in options and "bare" not in options else model
+            stage = PipelineStage(staged, rank, size, torch.device("cpu"), group=mesh["pp"].get_group())
             schedule = SCHEDULES[kind](
                 stage, 3 if "uneven" in options else PARTS, loss_fn=loss_fn, scale_grads="scaling" in options
             )
@@ -274,6 +322,8 @@ def compare(case: str) -> dict[str, Any]:
                 engine.detach()
                 engine = engine_for(given, style, mode, options, **told)
                 engine.load_state_dict(state)
+            if "saved" in options:
+                Checkpointer("unused", engine, torch.optim.SGD(model.parameters()))
             found = train(model, engine, options, schedule)
         except (DpshardError, RuntimeError) as error:
             found = {"refused": " ".join(f"{type(x).__name__}: {x}" for x in (error, error.__cause__) if x)}
@@ -294,7 +344,7 @@ def compare(case: str) -> dict[str, Any]:
     if state is not None:  # the other half of the run on one process
         again = Model(2 * size, options).double()
         everyone: list[Any] = [None] * size
-        dist.all_gather_object(everyone, halfway)
+        dist.all_gather_object(everyone, halfway, group=mesh["pp"].get_group())
         again.load_state_dict({name: p for some in everyone for name, p in some.items()})
         with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
             engine = engine_for(again, style, mode, options)

@@ -1,7 +1,8 @@
 """Stages of torch.distributed.pipelining give the update of one process, noise included.
 
 Failure modes: 2 (one threshold for a sample, whatever stages hold of it); 6 (padding, in each part of a micro-batch
-that a schedule makes); 14 and 15 (noise of the whole); 17 (stages are one rank to the sampler).
+that a schedule makes); 14 and 15 (noise of the whole); 17 (stages are one rank to the sampler, pipelines
+side by side several).
 """
 
 import pytest
@@ -26,6 +27,20 @@ MORE = (
     *("1f1b:all-layer:auto+discrete", "1f1b:block-wise:auto+correlated", "1f1b:param-wise:auto+in-order"),
 )
 ON_FOUR = ("1f1b:all-layer:auto+verified", "1f1b:block-wise:auto+by-hand", "gpipe:layer-wise:auto+nan")
+BESIDE = (
+    *("1f1b:all-layer:auto+ddp+verified+adaptive", "gpipe:layer-wise:auto+ddp+nan+bare"),
+    *("gpipe:block-wise:auto+ddp+by-hand", "1f1b:all-layer:auto+ddp+resumed"),
+)
+"""Two pipelines of two stages."""
+MORE_BESIDE = (
+    *("gpipe:all-layer:auto+ddp+by-hand+overwritten", "1f1b:layer-wise:ghost+ddp+evaluated"),
+    *("1f1b:block-wise:auto+ddp+verified+correlated", "1f1b:all-layer:auto+ddp+float32"),
+    "gpipe:all-layer:auto+ddp+units+sums+discrete",
+)
+PLANTED = (
+    *("1f1b:all-layer:auto+ddp+own-noise", "1f1b:all-layer:auto+ddp+norms-of-all"),
+    *("1f1b:block-wise:auto+ddp+same-rows", "1f1b:all-layer:auto+ddp+unsummed"),
+)
 REFUSED = {
     "gpipe:all-layer:auto+rescaled": "LogicalBatchError: The gradient of",
     "1f1b:block-wise:auto+rescaled": "LogicalBatchError: The gradient of",
@@ -37,7 +52,13 @@ REFUSED = {
     "1f1b:all-layer:auto+mixed": "ConfigurationError: model_parallel_parts",
     "1f1b:all-layer:auto+renumbered": "is a parameter of the stages on ranks 0 and 1",
     "1f1b:all-layer:auto+frozen": "ConfigurationError: Stage 1 of the pipeline has no trainable parameter",
-    "1f1b:all-layer:auto+replicated": "ConfigurationError: A stage of a pipeline in DistributedDataParallel or FSDP2",
+    "1f1b:all-layer:auto+inner": "ConfigurationError: A stage of a pipeline in FSDP2, or with parts in",
+    "1f1b:all-layer:auto+sharded": "ConfigurationError: A stage of a pipeline in FSDP2, or with parts in",
+}
+REFUSED_BESIDE = {
+    "1f1b:all-layer:auto+ddp+unsummed+digested": "LogicalBatchError: The clipped sums of this logical batch differ",
+    "1f1b:block-wise:auto+ddp+rescaled": "LogicalBatchError: The gradient of",
+    "1f1b:block-wise:auto+ddp+saved": "ConfigurationError: A Checkpointer does not save stages",
 }
 ENDS = {
     "1f1b:block-wise:auto+another-evaluates": "ConfigurationError: No input that stage 1 of the pipeline receives",
@@ -50,7 +71,8 @@ ENDS = {
 ITEMS = [
     *(pytest.param(2, case) for case in EXACT),
     *(pytest.param(2, case, marks=pytest.mark.exhaustive) for case in MORE),
-    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in ON_FOUR),
+    *(pytest.param(4, case) for case in BESIDE),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*ON_FOUR, *MORE_BESIDE)),
 ]
 found = shared("pipeline_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=7)
 
@@ -66,13 +88,26 @@ def test_stages_change_no_update(world_size: int, case: str) -> None:
             assert result[name][0] == result[name][1]
 
 
-FAULTS = [pytest.param(case, text) for case, text in REFUSED.items()]
-found_refused = shared("pipeline_worker.py", FAULTS, lambda case, _: (2, case), size=len(FAULTS))
+BROKEN = [pytest.param(4, case) for case in PLANTED]
+found_broken = shared("pipeline_worker.py", BROKEN, lambda world_size, case: (world_size, case))
 
 
-@pytest.mark.parametrize(("case", "text"), FAULTS)
-def test_all_stages_refuse_what_would_break_the_mechanism(case: str, text: str) -> None:
-    results = found_refused(case, text)
+@pytest.mark.parametrize(("world_size", "case"), BROKEN)
+def test_faults_of_pipelines_side_by_side_show(world_size: int, case: str) -> None:
+    results = found_broken(world_size, case)
+    assert max(result["error"] for result in results) > 1e-3
+
+
+FAULTS = [
+    *(pytest.param(2, case, text) for case, text in REFUSED.items()),
+    *(pytest.param(4, case, text) for case, text in REFUSED_BESIDE.items()),
+]
+found_refused = shared("pipeline_worker.py", FAULTS, lambda size, case, _: (size, case), size=len(FAULTS))
+
+
+@pytest.mark.parametrize(("world_size", "case", "text"), FAULTS)
+def test_all_stages_refuse_what_would_break_the_mechanism(world_size: int, case: str, text: str) -> None:
+    results = found_refused(world_size, case, text)
     assert any(text in result["refused"] for result in results)
     assert all("refused" in result for result in results)
 
