@@ -26,7 +26,11 @@ class Region:
     tensors: list[Tensor]
     sources: list[Source]
     layout: Layout
-    slots: PreallocatedSlots
+    batch_size: int
+    facts: str
+    """See `region_facts`."""
+    made: list[tuple[Tensor, ...]]
+    """Slots, by row."""
     refusal: Refusal
     rows_per_unit: int
     grid: TokenGrid | None
@@ -38,14 +42,13 @@ class Region:
         mode = InterceptionMode(
             dict(zip(self.tensors, self.sources, strict=True)),
             self.layout,
-            self.slots,
+            PreallocatedSlots(self.batch_size, self.facts, self.made),
             self.refusal,
             self.rows_per_unit,
             self.grid,
             self.exchange,
         )
         self.entered = True
-        self.slots.cut()
         try:
             with mode:
                 return forward(*args, **kwargs)

@@ -25,7 +25,7 @@ from dpshard.interception.isolation import Isolate, eager
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
-from dpshard.interception.slots import PreallocatedSlots, SlotRecorder, region_facts
+from dpshard.interception.slots import SlotRecorder, region_facts
 from dpshard.names import parameters_of
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
@@ -109,12 +109,13 @@ class CompiledRegions:
         if not mode.slots.compiled and any(use.copies for use, _ in region.outside):
             rows = form_rows(self._with_values(region.outside, mode.slots.batch_size), region.places)
         made = mode.slots.region(rows)
-        slots = PreallocatedSlots(mode.slots.batch_size, region.facts, made)
         inner = Region(
             known.tensors,
             known.numbered,
             region.layout,
-            slots,
+            mode.slots.batch_size,
+            region.facts,
+            made,
             region.refusal,
             mode.rows_per_unit,
             mode.grid,

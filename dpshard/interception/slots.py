@@ -93,24 +93,19 @@ class SlotRecorder(Slots):
 
 
 class PreallocatedSlots(Slots):
-    """Gives a compiled region its premade slots, in order."""
+    """Gives a compiled region its premade slots, in order.
+
+    Made where dynamo traces: one made outside would have to show what the trace wrote, so the graph would return it.
+    """
 
     compiled: bool = True
     rehearses: bool = False
 
     def __init__(self, batch_size: int, facts: str, made: list[tuple[Tensor, ...]]) -> None:
+        """Take tensors by row, and the facts of their uses; see `region_facts`."""
         self.batch_size = batch_size
-        self.facts = facts
-        """See `region_facts`."""
-        self.made = made
-        """Tensors by row."""
-        self._cut: list[tuple[list[str], Sequence[Tensor]]] | None = None
+        self._made = _cut(facts, made)
         self._taken = 0
-
-    def cut(self) -> None:
-        """Cut the tensors of rows into those of uses, where dynamo traces."""
-        if self._cut is None:
-            self._cut = _cut(self.facts, self.made)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; `keep` and its gradient leave the region as the gradients of a slot."""
@@ -118,8 +113,7 @@ class PreallocatedSlots(Slots):
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return the next slot; UnsupportedParameterError if made for another use."""
-        made = self._cut or []
-        labels, tensors = made[self._taken] if self._taken < len(made) else ([], ())
+        labels, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
         self._taken += 1
         if labels != [source.label for source in use.sources]:
             raise UnsupportedParameterError(ANOTHER_COURSE)
