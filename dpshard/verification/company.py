@@ -1,4 +1,4 @@
-"""Change the inputs of some rows: outputs and losses of the other rows must not move.
+"""Change the inputs of some rows, and the order: outputs and losses of the other rows must not move.
 
 [Note: Leave one out, or half]
 At the size of the real micro-batch, rows K get other inputs, with an outlier; outputs of the other rows J may not move.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from dpshard.errors import VerificationError
-from dpshard.interception import Draws, Run
+from dpshard.interception import AS_DRAWN, Draws, Run
 from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import sample_dim
 from dpshard.verification.samples import replaced, replaced_targets
@@ -56,6 +56,8 @@ def check_company(
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
         source = _others(run, order, crowded=others is Others.ONE)
         before = bench.values(everyone)
+        if draw == AS_DRAWN:  # in one of them
+            _check_order(bench, before, places)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
             rows = [source[i] if i in changed else i for i in everyone]
@@ -72,9 +74,7 @@ def check_company(
         # A mask that depends on a threshold may stay the same for one half.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
-            for x, y, place in zip(before, now or (), places, strict=False):
-                if place is not None and x.shape == y.shape and x.shape[place[0]] == run.batch_size * place[1]:
-                    _check_moved(bench, x, y, place, kept)
+            _check_rows(bench, before, now, places, kept)
         if after is None or third is None:
             continue
         if scalars and not scaled:
@@ -85,12 +85,45 @@ def check_company(
                 check_additive(bench, [before[i], after[i], third[i], fourth[i]])
 
 
+def _check_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
+    """Raise VerificationError if the order of the rows moves the outputs of one of them.
+
+    What sorts rows, or compares them with the first one, may leave one order of few rows as it is, not both. Copies of
+    the last sample (padding) come first, and may use up a capacity.
+    """
+    everyone = range(bench.run.batch_size)
+    turned = bench.values_if_it_runs(everyone[::-1], run=bench.run)
+    if turned is None:
+        return  # it expects sorted lengths
+    for i, place in enumerate(places):
+        if place is not None and _has_rows(turned[i], place, len(everyone)):
+            turned[i] = turned[i].unflatten(place[0], (-1, place[1])).flip(place[0]).flatten(place[0], place[0] + 1)
+    _check_rows(bench, before, turned, places, everyone)
+
+
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
     """Return the row from which each row takes its inputs; `crowded`: one row for all."""
     if crowded:
         return [order[0]] * run.batch_size
     shift = 1 + order[0] % (run.rows - 1)
     return [(i + shift) % run.rows for i in range(run.batch_size)]
+
+
+def _check_rows(
+    bench: Bench,
+    before: Sequence[Tensor],
+    after: Sequence[Tensor] | None,
+    places: Sequence[tuple[int, int] | None],
+    kept: Sequence[int],
+) -> None:
+    """Raise VerificationError if an output of the rows `kept` has moved."""
+    for x, y, place in zip(before, after or (), places, strict=False):
+        if place is not None and x.shape == y.shape and _has_rows(x, place, bench.run.batch_size):
+            _check_moved(bench, x, y, place, kept)
+
+
+def _has_rows(x: Tensor, place: tuple[int, int], samples: int) -> bool:
+    return x.dim() > place[0] and x.shape[place[0]] == samples * place[1]
 
 
 def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any, Protocol
@@ -20,11 +20,11 @@ from torch import Tensor, nn
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.parts import Parts
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
-from dpshard.errors import REENTRANT, UnsupportedParameterError, VerificationError
+from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import is_placed
 from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
-from dpshard.verification.input_gradients import InputGradients
+from dpshard.verification.input_gradients import Gradients, InputGradients
 from dpshard.verification.objectives import Objective
 from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
@@ -70,6 +70,9 @@ class Found:
         return [None] * len(sums.names)
 
 
+_Taken = tuple[Found, Gradients]
+
+
 def check_gradients(
     bench: Bench,
     backend: Differentiated,
@@ -78,14 +81,17 @@ def check_gradients(
     *,
     outlier: int | None = None,
     magnified: bool = False,
+    both_orders: bool = False,
 ) -> None:
     """Raise VerificationError unless norms and clipped sums of the chosen samples equal those of each sample alone.
 
     `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient rounds more.
     `magnified`: gradients are larger than in training, to trigger code that clips gradients of activations.
+    `both_orders`: also with the last sample first. A function that sorts samples may leave one order as it is.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
+    orders = [chosen, chosen[::-1]] if both_orders else [chosen]
     if outlier is not None:
         run = replaced(bench.run, range(bench.run.batch_size), [outlier])
         bench = replace(bench, run=run)
@@ -94,33 +100,56 @@ def check_gradients(
     bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
+    parts, of_samples = clipper.roots.parts, clipper.roots.parts is not None and clipper.roots.parts.of_samples
+    # Experts meet samples of all ranks, so each rank's samples have their turn.
+    turns = [float(rank == parts.rank) for rank in range(parts.size)] if parts is not None and of_samples else [1.0]
+    tolerance = other_sizes(parameters, half=bench.half)
     for objective in objectives:
-        found = Found(clipper.roots)
-        twin = clipper.twin(found)
-        tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
-        with bench.verdict.forward():
-            output = gathered(bench.replay.recorded(bench.run, chosen, tape, bench.state, bench.draws))
-        differentiate(size * objective(output, chosen), [*twin.differentiated(), *inputs.inputs])
-        del output
-        of_inputs, alone = inputs.take(), []
-        parts = clipper.roots.parts
-        turns, norms = [1.0], found.norms
-        if parts is not None and parts.of_samples:
-            # Experts meet samples of all ranks, so each rank's samples have their turn.
-            turns = [float(rank == parts.rank) for rank in range(parts.size)]
-            norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
-        singles = []
+        take = functools.partial(_together, bench, clipper, objective, inputs, size=size)
+        together = [take(chosen), *(_if_it_runs(take, order) for order in orders[1:])]
+        singles, of_inputs = [], []
         for turn, i in itertools.product(turns, chosen):
             value = turn * size * objective(bench.plain([i]), [i])
             singles.append(sketched_gradients(value, plain, parts, inputs.inputs))
-            alone.append(inputs.take())
-        watched = [i != outlier for i in chosen] * len(turns)
-        check_norms_and_sums(
-            found.sums, singles, norms, clipper, parameters, half=bench.half, watched=watched, size=size
-        )
-        tolerance = other_sizes(parameters, half=bench.half)
-        if len(turns) == 1:
-            inputs.check(of_inputs, alone, n if bench.mean else 1, tolerance, watched)
+            of_inputs.append(inputs.take())
+        for order, result in zip(orders, together, strict=True):
+            if result is None:
+                continue
+            found, gradients = result
+            places = [turn * n + chosen.index(i) for turn in range(len(turns)) for i in order]
+            alone, watched = [singles[k] for k in places], [i != outlier for i in order] * len(turns)
+            norms = found.norms
+            if parts is not None and of_samples:
+                norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
+            check_norms_and_sums(
+                found.sums, alone, norms, clipper, parameters, half=bench.half, watched=watched, size=size
+            )
+            if len(turns) == 1:
+                ordered = [of_inputs[k] for k in places]
+                inputs.check(gradients, ordered, n if bench.mean else 1, tolerance, watched)
+
+
+def _together(
+    bench: Bench, clipper: Clipper, objective: Objective, inputs: InputGradients, samples: list[int], *, size: float
+) -> _Taken:
+    """Return what rules and anchors find for some samples together, and the gradients of a stage's inputs."""
+    found, n = Found(clipper.roots), len(samples)
+    twin = clipper.twin(found)
+    tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
+    with bench.verdict.forward():
+        output = gathered(bench.replay.recorded(bench.run, samples, tape, bench.state, bench.draws))
+    differentiate(size * objective(output, samples), [*twin.differentiated(), *inputs.inputs])
+    return found, inputs.take()
+
+
+def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Taken | None:
+    """Return what `take` finds; None if forward refuses samples in this order (it expects sorted lengths)."""
+    try:
+        return take(samples)
+    except (RuntimeError, ValueError, IndexError) as error:
+        if isinstance(error, DpshardError):
+            raise
+        return None
 
 
 def differentiate(value: Tensor, parameters: list[Tensor]) -> None:

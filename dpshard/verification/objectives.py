@@ -55,8 +55,8 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
             outputs = pytree.tree_leaves(output)
             total = torch.zeros((), dtype=torch.float64, device=outputs[wide[0]].device)
             for i, (seed, dim, rows) in zip(wide, seeds, strict=True):
-                if dim is not None and len(samples) < n:
-                    seed = seed.narrow(dim, place[samples[0]] * rows, rows)
+                if dim is not None and list(samples) != list(chosen):
+                    seed = torch.cat([seed.narrow(dim, place[sample] * rows, rows) for sample in samples], dim)
                 total = total + (outputs[i] * seed).sum().real
             return total / len(samples) if mean else total
 

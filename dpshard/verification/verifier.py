@@ -2,10 +2,10 @@
 
 [Note: When]
 At the first forward on every kind of input (numbers, flags and strings among the arguments count, and whether packed
-units lie side by side). Then at steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. Every forward and
-release compares a signature of the model's attributes and buffers: the first change of an attribute triggers a
-verification. So does the first micro-batch of a new longest length, and the first with labels below 0 or positions
-beyond its length.
+units lie side by side). Again with more samples than before, up to 4: a Poisson batch may have one. Then at steps 1, 2,
+4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
+attributes and buffers: the first change of an attribute triggers a verification. So does the first micro-batch of a new
+longest length, and the first with labels below 0 or positions beyond its length.
 """
 
 from __future__ import annotations
@@ -39,6 +39,9 @@ from dpshard.verification.verdict import Verdict
 from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
+ENOUGH = 4
+"""Samples of a thorough verification: a micro-batch with more than any before, up to this number, has one again."""
+
 Moment = tuple[int, int | None, int]
 """Step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
@@ -64,7 +67,7 @@ class Verifier:
             secret,
         )
         self._mean = mean
-        self._kinds: set[Any] = set()  # verified kinds of inputs
+        self._kinds: dict[Any, int] = {}  # verified kinds of inputs, with the most samples of a micro-batch
         self._steps: set[tuple[int, Any]] = set()  # steps of later verifications
         self._watch = Watch()
         self._owed = False
@@ -72,7 +75,9 @@ class Verifier:
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
-        meets, new, news = self._meets(replay, run), kind not in self._kinds, False
+        meets, news = self._meets(replay, run), False
+        several = not meets and not isinstance(run, PackedRun)  # ranks that meet may have other numbers of samples
+        new = self._kinds.get(kind, 0) < (min(run.rows, ENOUGH) if several else 1)
         if isinstance(run, PackedRun) and run.packed.everywhere is None:
             if not (run.packed.places or meets):
                 return  # no token has a unit, so nothing is recorded
@@ -84,7 +89,7 @@ class Verifier:
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(replay, run, None, thorough=thorough)
-            self._kinds.add(kind)
+            self._kinds[kind] = max(self._kinds.get(kind, 0), run.rows)
             self._owed = False
         self._last = (replay, run)
 
@@ -201,7 +206,8 @@ class Verifier:
         if thorough:
             ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
         for scaled, magnified in ways:
-            compare = functools.partial(check_gradients, outlier=scaled, magnified=magnified)
+            both = thorough and not magnified
+            compare = functools.partial(check_gradients, outlier=scaled, magnified=magnified, both_orders=both)
             try:
                 compare(bench, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):

@@ -5,7 +5,9 @@ test_frozen_batch_norm_that_goes_back_to_training_is_refused, test_a_token_mean_
 test_a_token_mean_loss_handed_in_is_caught, test_functions_that_mix_samples_are_caught,
 test_samples_that_are_mixed_in_a_random_order_are_caught, test_detached_statistics_of_the_batch_are_caught,
 test_a_small_balancing_loss_is_caught, test_a_memory_of_samples_is_caught,
-test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples.
+test_a_second_loss_of_the_model_is_looked_at_too, test_padding_does_not_stand_in_for_samples,
+test_two_rows_in_an_order_that_their_values_decide_are_caught,
+test_a_capacity_for_more_samples_than_the_first_forward_had_is_caught.
 """
 
 import pytest
@@ -357,3 +359,38 @@ def test_a_small_gradient_is_looked_at_all_the_same(dtype):
 
     with pytest.raises(VerificationError, match=r"small\.weight"):
         engine_on(Sum(), clipping_style="layer-wise").verify(normal(B, D).to(dtype))
+
+
+def first_row_decides(h):
+    return torch.where(h[:, :1] < h[:1, :1], 0.9 * h, h)
+
+
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda h: h[h[:, 0].argsort()],
+        lambda h: h[(h[:, 0] + 5).argsort(descending=True)],
+        lambda h: h[F.layer_norm(h, (D,))[:, 0].argsort()],
+        lambda h: torch.cat([h, h]).gather(0, h[:, 0].argsort()[:, None].expand_as(h)),
+        first_row_decides,
+        lambda h: h + (h[h[:, 0].argsort()] - h).detach(),
+    ],
+    ids=["ascending", "descending", "normalised", "gathered", "first row", "detached"],
+)
+def test_two_rows_in_an_order_that_their_values_decide_are_caught(function, seed):
+    """Half of the pairs lie in this order already."""
+    torch.manual_seed(seed)
+    model = Between(function)
+    model.second = nn.Identity()
+    engine_on(model)
+    with pytest.raises(REFUSED):
+        model(normal(2, D, seed=seed))
+
+
+def test_a_capacity_for_more_samples_than_the_first_forward_had_is_caught():
+    model = Between(lambda h: h * (h[:, :1].argsort(0).argsort(0) < 2))
+    engine_on(model)
+    model(normal(2, D))
+    with pytest.raises(REFUSED):
+        model(normal(4, D))
