@@ -27,10 +27,10 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"checkpointing": "selective"},
     "packed": {"per_row": 3, "style": "layer-wise"},
     "bfloat16": {"precision": "bfloat16"},
-    "experts": {"experts": "wide", "bound": 5.0, "checkpointing": "selective"},
     "ddp": {"copies": 2, "checkpointing": "full", "compiled": True, "style": "block-wise"},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "experts": {"experts": "wide", "bound": 5.0, "checkpointing": "selective"},
     "packed experts": {"experts": "wide", "bound": 5.0, "per_row": 3, "style": "block-wise"},
     "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
 }

@@ -242,7 +242,8 @@ def test_balls_in_bins_are_whole_epochs_and_compared_with_dp_sgd(dpshard):
     assert answer["neighbouring_relation"] == "zero-out"
     assert answer["noise_multiplier"] == pytest.approx(0.6555, abs=2e-4)
     assert answer["error_over_dp_sgd"] == pytest.approx(0.960, abs=2e-3)
-    assert "this sampling pays" in " ".join(dpshard(*run, "--sampling", "balls-in-bins").stdout.split())
+    planned = [*run[:-4], "--delta", 8e-6, "--sigma", answer["noise_multiplier"], "--sampling", "balls-in-bins"]
+    assert "this sampling pays" in " ".join(dpshard(*planned).stdout.split())
 
 
 def test_balls_in_bins_with_correlated_noise_name_their_simulation(dpshard):
@@ -251,7 +252,8 @@ def test_balls_in_bins_with_correlated_noise_name_their_simulation(dpshard):
     (order,) = json.loads(dpshard(*run, *words, "fixed-order", "--json").stdout)["answers"]
     (bins,) = json.loads(dpshard(*run, *words, "balls-in-bins", "--json").stdout)["answers"]
     assert bins["error_over_dp_sgd"] < 0.85 * order["error_over_dp_sgd"]
-    said = " ".join(dpshard(*run, *words, "balls-in-bins").stdout.split())
+    planned = [*run[:-4], "--delta", 1e-6, "--sigma", bins["noise_multiplier"]]
+    said = " ".join(dpshard(*planned, *words, "balls-in-bins").stdout.split())
     assert "δ includes 1e-12 for its failure" in said
     assert "max_grad_norm, for all participations" in said
     assert "this noise pays" in said
