@@ -15,7 +15,7 @@ from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
 from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
-from dpshard.interception.rows import Copies, Doubt, Doubts, OwnLoopRows, RowIdentity
+from dpshard.interception.rows import Copies, Doubt, Doubts, OwnLoopRows, PartIdentity, RowIdentity, Together
 from dpshard.interception.run import Run, by_unit, plan_run
 
 __all__ = [
@@ -31,10 +31,12 @@ __all__ = [
     "IsolatedForward",
     "OwnLoopRows",
     "PackedRun",
+    "PartIdentity",
     "Replay",
     "RowIdentity",
     "Run",
     "TapeProvider",
+    "Together",
     "access_to",
     "by_unit",
     "container",

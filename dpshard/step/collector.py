@@ -101,9 +101,7 @@ class Collector:
             return self._fed
         if micro.plan.placement is not None or (self._stages is not None and not self._stages.sees_data):
             return None
-        if micro.rows is None:
-            micro.rows = RowIdentity(micro.plan, micro.data, self._doubts, mean=self._mean)
-        return micro.rows
+        return micro.identity(self._doubts, mean=self._mean)
 
     @property
     def packed(self) -> PackedTokens | None:

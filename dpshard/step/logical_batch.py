@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from dpshard.clipping.tape import Tape
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnknownLengthError
-from dpshard.interception import RowIdentity
+from dpshard.interception import Doubts, PartIdentity, RowIdentity, Together
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
@@ -53,6 +53,19 @@ class MicroBatch:
     """The units of its tokens, if it has packed rows."""
     chunks: list[MicroBatch | None] = field(default_factory=list)
     """Its parts, in a pipeline; None for one without a forward. Each has a tape."""
+    together: Together | None = None
+    """The inputs of all parts, in a pipeline; each part has it too."""
+    index: int = 0
+    """Number of a part."""
+
+    def identity(self, doubts: Doubts, *, mean: bool) -> RowIdentity:
+        """Return what watches its rows."""
+        if self.rows is None:
+            make = RowIdentity
+            if self.together is not None:
+                make = functools.partial(PartIdentity, index=self.index, together=self.together)
+            self.rows = make(self.plan, self.data, doubts, mean=mean)
+        return self.rows
 
     def chunk(self, index: int, count: int) -> MicroBatch:
         """Return part `index` of `count`, as schedules of pipelines split it; see MicroBatchPlan.chunk.
@@ -66,13 +79,16 @@ class MicroBatch:
                 f"hands out: micro_batch_size must be a multiple of {count}, the same in each step() on it, without "
                 f"packing and pad=False."
             )
-        self.chunks = self.chunks or [None] * count
+        if self.together is None:
+            self.chunks, self.together = [None] * count, Together(plan, self.data, count)
         found = self.chunks[index]
         if found is None:
             rows = len(plan.indices) * plan.rows_per_unit
             size = rows // count
             part = functools.partial(_rows_of, rows=rows, some=slice(index * size, (index + 1) * size))
-            found = self.chunks[index] = MicroBatch(plan.chunk(index, count), pytree.tree_map(part, self.data))
+            found = self.chunks[index] = MicroBatch(
+                plan.chunk(index, count), pytree.tree_map(part, self.data), together=self.together, index=index
+            )
         return found
 
     @property

@@ -181,6 +181,10 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for logical_batch in engine.batches(data(options), PARTS * ROWS, steps=steps):
         for x, y in logical_batch:
+            if "flipped" in options:  # copies of the last sample come where samples were
+                x, y = x.flip(0), y.flip(0)
+            if "repeated" in options and logical_batch.position == 1:  # a row of the first part also in the second
+                x, y = (torch.cat([some[:ROWS], some[:1], some[ROWS + 1 :]]) for some in (x, y))
             if schedule is None:
                 output = model(x)
                 loss_of(output, y, sums="sums" in options).backward()
