@@ -60,23 +60,17 @@ def _hands_out(edges: Sequence[tuple[Any, int]]) -> bool:
 
 Node = TypeVar("Node", bound=torch.autograd.Function)
 
-_traced: list[type[torch.autograd.Function]] = []
-
 
 def left_out_of_graphs(node: type[Node]) -> type[Node]:
-    """Mark a node for `leave_nodes_out_of_graphs`."""
-    _traced.append(node)
-    return node
-
-
-def leave_nodes_out_of_graphs() -> None:
-    """Keep torch.compile from tracing the marked nodes in a compiled function that calls loss.backward() itself.
-
-    Each engine calls this, not the import: it loads the compiler, which is slow.
-    """
-    while _traced:
-        node = _traced.pop()
+    """Keep torch.compile from tracing a node's backward in a compiled function that calls loss.backward() itself."""
+    try:
+        frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
+        skip = frames._FrameAction.SKIP  # for its code, and for what it calls
+        frames.set_code_exec_strategy(node.backward.__code__, frames._FrameExecStrategy(skip, skip))
+    except (AttributeError, TypeError):  # another torch has other private names
+        # This loads the compiler, and costs each call.
         setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
+    return node
 
 
 @left_out_of_graphs
@@ -192,6 +186,10 @@ class _Tap(torch.autograd.Function):
         return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
+# Function.apply in Python serves transforms of torch.func, which the mode leaves before a tap.
+_apply_tap: Any = getattr(super(torch.autograd.Function, _Tap), "apply")  # noqa: B009
+
+
 class _RegionTap(torch.autograd.Function):
     """A tap in a compiled region: the last tensors are dummies; their gradients are the kept tensors and g."""
 
@@ -241,7 +239,7 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
     if arrive is None:
         return _RegionTap.apply(nodes, len(own), output, *own, *ends)
-    return _Tap.apply(arrive, nodes, len(own), output, *own, *ends)
+    return _apply_tap(arrive, nodes, len(own), output, *own, *ends)
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

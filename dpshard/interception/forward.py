@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from dpshard.clipping.autograd_nodes import leave_nodes_out_of_graphs
 from dpshard.clipping.tape import Tape
 from dpshard.clipping.two_pass import through_two_passes
 from dpshard.errors import REENTRANT, BatchLayoutError, UnsupportedParameterError
@@ -88,7 +87,6 @@ class Interception:
 
     def install(self) -> None:
         """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
-        leave_nodes_out_of_graphs()
         self.patcher.install()
 
     def forget(self) -> None:

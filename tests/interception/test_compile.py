@@ -13,6 +13,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 from dpshard import PrivacyEngine
+from dpshard.clipping.autograd_nodes import left_out_of_graphs
 from dpshard.errors import UnsupportedParameterError
 from tests.grids import chosen, covering, quick
 from tests.networks import Network, sentences
@@ -242,6 +243,41 @@ def test_a_compiled_function_of_forward_and_backward(mode):
 
     step(x)
     assert relative_error(gradients_of(model), expected) <= TOLERANCE
+
+
+@pytest.mark.usefixtures("graph_breaks")
+@pytest.mark.parametrize("known", [True, False])
+def test_no_graph_holds_the_backward_of_a_node(known, monkeypatch):
+    """Also after a reset of the compiler, and beside a torch whose private functions have other names."""
+    if not known:
+        monkeypatch.delattr(torch._C._dynamo.eval_frame, "_FrameAction")
+
+    @left_out_of_graphs
+    class Node(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, g):
+            return g.sin()
+
+    graphs = []
+    for _ in range(2):
+        torch.compiler.reset()
+        x = torch.ones(2, requires_grad=True)
+        y = Node.apply(x)
+
+        @torch.compile(backend=lambda graph, _: graphs.append(graph.code) or graph.forward)
+        def step(y):
+            z = y.cos()
+            y.backward(torch.ones(2))
+            return z
+
+        step(y)
+        assert torch.equal(x.grad, torch.ones(2).sin())
+    assert len(graphs) >= 2  # compiled code, around backward
+    assert not any("sin" in code for code in graphs)
 
 
 @pytest.mark.usefixtures("graph_breaks")
