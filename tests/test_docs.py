@@ -26,7 +26,17 @@ from dpshard.rules import COMPOSITES, RULES
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
-    *("guide", "privacy-model", "threat-model", "audit", "architecture", "sharding", "sharding-deepspeed", "planning"),
+    *(
+        "install",
+        "guide",
+        "privacy-model",
+        "threat-model",
+        "audit",
+        "architecture",
+        "sharding",
+        "sharding-deepspeed",
+        "planning",
+    ),
     *(
         "model-parallel",
         "accounting",

@@ -1,0 +1,70 @@
+"""Sentences of the documents, without code, tables and quotations.
+
+`python -m tests.prose` counts the words of every page, and lists the sentences that are too long.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted([ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
+GOAL = 20
+"""Words of the longest sentence that we mean to write."""
+
+_CODE = re.compile(r"^([ ]*)(```|~~~).*?^\1\2[ ]*$", re.MULTILINE | re.DOTALL)
+_COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_LEAD = re.compile(r"^\s*(?:[-*+] |\d+\. |#+ |\||>|!!! |:::|!\[)")
+_SPAN = re.compile(r"(`+).+?\1")
+_LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
+_QUOTATION = re.compile(r'"[^"]*"')
+_ABBREVIATION = r"(?<!e\.g\.)(?<!i\.e\.)(?<! al\.)(?<!vs\.)(?<!Eq\.)(?<!Sec\.)(?<!Fig\.)"
+_END = re.compile(rf"(?:(?<=[.!?]){_ABBREVIATION}|(?<=…)(?=\s+[A-Z]))[)*\"]*\s+")
+
+
+def blocks(markdown: str) -> Iterator[tuple[int, str]]:
+    """Line and text of every paragraph and list item."""
+    lines = _COMMENT.sub(_blank, _CODE.sub(_blank, markdown)).splitlines()
+    start, held = 0, ""
+    for number, line in enumerate([*lines, ""], 1):
+        if held and (not line.strip() or _LEAD.match(line)):
+            yield start, held
+            held = ""
+        text = re.sub(r"^\s*(?:[-*+] |\d+\. )", "", line)
+        if text.strip() and not _LEAD.match(text):
+            start, held = (start if held else number), f"{held} {text.strip()}".strip()
+
+
+def _blank(match: re.Match[str]) -> str:
+    return "\n" * match.group().count("\n")
+
+
+def sentences(markdown: str) -> Iterator[tuple[int, str]]:
+    """Line of the paragraph and text of every sentence; code in it counts as one word, a quotation as none."""
+    for line, text in blocks(markdown):
+        plain = _QUOTATION.sub("", _LINK.sub(r"\1", _SPAN.sub("`code`", text)))
+        yield from ((line, sentence) for sentence in _END.split(plain) if re.search(r"\w", sentence))
+
+
+def words(sentence: str) -> int:
+    """Number of words: what has a letter or a digit between two spaces."""
+    return sum(bool(re.search(r"\w", word)) for word in sentence.split())
+
+
+def main() -> None:
+    """Print, for each page, its words, its sentences, and those of more than `GOAL` words."""
+    total = 0
+    for page in PAGES:
+        found = list(sentences(page.read_text("utf-8")))
+        long = [(line, sentence) for line, sentence in found if words(sentence) > GOAL]
+        total += (count := sum(words(sentence) for _, sentence in found))
+        print(f"{page.relative_to(ROOT)}: {count} words, {len(found)} sentences, {len(long)} too long")
+        for line, sentence in long:
+            print(f"  {line}: [{words(sentence)}] {sentence}")
+    print(f"{total} words")
+
+
+if __name__ == "__main__":
+    main()
