@@ -62,13 +62,13 @@ Node = TypeVar("Node", bound=torch.autograd.Function)
 
 
 def left_out_of_graphs(node: type[Node]) -> type[Node]:
-    """Keep torch.compile from tracing a node's backward in a compiled function that calls loss.backward() itself."""
+    """Keep a node out of compiled functions, also of those that call loss.backward() themselves."""
+    setattr(node.backward, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
         skip = frames._FrameAction.SKIP  # for its code, and for what it calls
         frames.set_code_exec_strategy(node.backward.__code__, frames._FrameExecStrategy(skip, skip))
     except (AttributeError, TypeError):  # another torch has other private names
-        # This loads the compiler, and costs each call.
         setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
     return node
 

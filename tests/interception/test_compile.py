@@ -23,6 +23,7 @@ from tests.oracle import (
     clipped_mean,
     gradients_of,
     noise_free_engine,
+    norm,
     per_sample_gradients,
     private_step,
     ramp_loss,
@@ -243,6 +244,36 @@ def test_a_compiled_function_of_forward_and_backward(mode):
 
     step(x)
     assert relative_error(gradients_of(model), expected) <= TOLERANCE
+
+
+class WithCompiledFunction(nn.Module):
+    """An ordinary model, in which a function that is no module is compiled."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(randn(4, 4)), nn.Parameter(randn(4))
+        self.product = torch.compile(lambda x: F.linear(x, self.weight, self.bias), backend="aot_eager")
+
+    def forward(self, x):
+        return self.product(F.linear(x, self.weight).relu()).sin()
+
+
+@pytest.mark.usefixtures("graph_breaks")
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.parametrize("style", quick("all-layer", rest=["layer-wise"]))
+def test_a_compiled_function_within_an_ordinary_model(style):
+    """No graph holds a tap: what its backward does would be done as dynamo traces."""
+    model, x = WithCompiledFunction().double(), randn(B, 3, 4)
+    expected = per_sample_gradients(model, (x,))
+    assert max(map(norm, expected)) > 1.0
+    engine = noise_free_engine(model, batch_size=B, max_grad_norm=1.0, clipping_style=style, steps=3, verify=False)
+    groups, optimizer = engine.mechanism.clipping_groups, torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(3):
+        ramp_loss(model(x)).backward()
+        optimizer.step()
+        update = clipped_mean(expected, max_grad_norm=1.0, batch_size=B, groups=[list(names) for names in groups])
+        assert relative_error(gradients_of(model), update) <= TOLERANCE
+        optimizer.zero_grad()
 
 
 @pytest.mark.usefixtures("graph_breaks")
