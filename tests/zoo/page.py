@@ -34,9 +34,9 @@ COLLECTED = pytest.StashKey[list[pytest.Item]]()
 
 HEAD = """# Models
 
-Every row is a model, small and random, that was trained for one step without noise in all-layer and in layer-wise
-style, and compared with plain autograd, one sample at a time, in float64: the error is the worst parameter's, relative
-to the gradient. *Functions* are those in which parameters meet samples. Nothing was changed in the models.
+Every row is a small random model. A test trains it for one step without noise in all-layer and in layer-wise style. It
+compares the step with plain autograd, one sample at a time, in float64. The error is that of the worst parameter,
+relative to the gradient. *Functions* are those in which parameters meet samples. Nothing was changed in the models.
 
 `python -m tests.zoo.page` has written this page, with {versions}.
 """

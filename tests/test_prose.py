@@ -1,0 +1,40 @@
+"""Pages keep to short sentences, without the phrases that CONTRIBUTING.md rules out; the README fits on a page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.prose import LIMIT, PAGES, ROOT, sentences, words
+
+BANNED = re.compile(
+    r"""\b(?:
+        but\ for | shall | whoever | nobody\ can | goes?\ on\ (?:with|by|from) | is\ none | are\ none | held\ to
+        | of\ which | is\ told | looks?\ away | from\ there\ on
+        | (?:engine|dpshard|ledger|planner|tape|code|function|rank)\ knows
+    )\b | ,\ for\ (?:it|they|these|this|there)\ """,
+    re.VERBOSE,
+)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_sentences_are_short_and_plain(page: Path) -> None:
+    found = list(sentences(page.read_text("utf-8")))
+    assert not [(line, words(sentence), sentence) for line, sentence in found if words(sentence) > LIMIT]
+    assert not [(line, sentence) for line, sentence in found if BANNED.search(sentence)]
+
+
+def test_long_and_banned_sentences_are_seen() -> None:
+    """Code, tables, quotations and generated parts are not, whatever they hold."""
+    long = "word " * LIMIT + "end."
+    page = f"# Title\n\nShort. {long}\n- {long} It goes on by `x y`.\n| {long} |\n```\n{long}\n```\n"
+    page += f'<!-- made -->\n{long}\n<!-- /made -->\nHe said "{long}" and [left](home.md).\n'
+    counts = [(line, words(sentence)) for line, sentence in sentences(page)]
+    assert counts == [(3, 1), (3, LIMIT + 1), (4, LIMIT + 1), (4, 5), (12, 4)]
+    assert [line for line, sentence in sentences(page) if BANNED.search(sentence)] == [4]
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((ROOT / "README.md").read_text("utf-8").splitlines()) <= 110
