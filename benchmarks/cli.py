@@ -165,6 +165,27 @@ def zero(
 
 
 @app.command()
+def parallelisms(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
+    """Train under every kind and pair of parallelism on 1 to 8 gloo ranks, and count bytes on 256 that send nothing.
+
+    The results of benchmarks/results become the tables of docs/model-parallel.md. With --tiny, only bytes are counted.
+    """
+    from benchmarks import parallelisms as part
+
+    counted = part.traffic()
+    console.out.print(part.traffic_table(counted), highlight=False, markup=False, soft_wrap=True)
+    if tiny:
+        return
+    with console.progress("training", len(part.ROWS)) as advance:
+        rows = part.measure(advance)
+    console.out.print(part.error_table(rows), highlight=False, markup=False, soft_wrap=True)
+    results_files.write(out, "parallelisms", "parallelisms", {"rows": rows, "traffic": counted})
+    if out.resolve() == results_files.FOLDER:
+        (figures,) = results_files.read(out, "parallelisms")
+        part.PAGE.write_text(part.page(part.PAGE.read_text("utf-8"), figures), "utf-8")
+
+
+@app.command()
 def gpu(
     part: Annotated[
         list[str] | None,

@@ -3,11 +3,12 @@
 Usage: torchrun --nproc_per_node=W declared_parts_worker.py KIND:WRAPPER:STYLE:MODE[+OPTION...] [...]
 
 Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp (parts of the sequence: attention
-gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp
-and fsdp2 (two ranks hold one model), flat (so they do, but FSDP2 shards over all ranks). Options: verified, undeclared,
-own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces nothing), lied (terms
-are declared whole), foreign (torch's ring has other ranks than the declared ones), digested, uncounted (the norm of one
-slice), saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
+gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp,
+fsdp2 and hsdp (two ranks hold one model; hsdp shards over half of the others), flat (so they do, but FSDP2 shards over
+all ranks). Options: verified, undeclared, own (a loop that feeds its own batches), forgotten (backward in front of
+column-wise maps reduces nothing), lied (terms are declared whole), foreign (torch's ring has other ranks than the
+declared ones), digested, uncounted (the norm of one slice), saved (a checkpoint after the first step goes on under
+FSDP2, with whole samples).
 """
 
 import math
@@ -235,15 +236,17 @@ def compare(case: str) -> dict[str, Any]:
     for block in (*alone.blocks, *parted.blocks):
         block.causal = kind == "ring"  # pyright: ignore
     world = dist.get_world_size()
-    shape = (1, world) if wrapper == "alone" else (world // 2, 2)
-    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("data", "model"))
+    shape, names = (1, world) if wrapper == "alone" else (world // 2, 2), ("data", "model")
+    if wrapper == "hsdp":
+        shape, names = (2, world // 4, 2), ("replicate", "shard", "model")
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     group = mesh["model"].get_group()
     cut(parted, kind, group, forgets="forgotten" in options)
     model: nn.Module = parted
     if wrapper == "ddp":
         model = DistributedDataParallel(parted, process_group=mesh["data"].get_group())
-    elif wrapper in ("fsdp2", "flat"):
-        over = mesh["data"] if wrapper == "fsdp2" else mesh._flatten("all")
+    elif wrapper in ("fsdp2", "hsdp", "flat"):
+        over = mesh._flatten("all") if wrapper == "flat" else mesh[names[:-1]]
         for block in parted.blocks:
             fully_shard(block, mesh=over)
         fully_shard(parted, mesh=over)

@@ -7,9 +7,10 @@ to the experts' ranks and back by all-to-all), sequence (all have the same sampl
 whole (each has all rows of the same samples; the experts' outputs are added up). Options: verified, checkpointed,
 digested (sums are not taken for equal), those of FAULTS, and
 
-full: experts take a limited number of rows, and return zeros for others; nearby: a norm between the experts' matrices
-is the same on all ranks; local: the experts meet the rank's own rows; reduced: DistributedDataParallel reduces experts;
-centred: a layer subtracts the mean of the samples of all ranks.
+columns: the head's weight is cut by columns, as by tensor parallelism; full: experts take a limited number of rows, and
+return zeros for others; nearby: a norm between the experts' matrices is the same on all ranks; local: the experts meet
+the rank's own rows; reduced: DistributedDataParallel reduces experts; centred: a layer subtracts the mean of the
+samples of all ranks.
 """
 
 import math
@@ -151,12 +152,15 @@ class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.head = nn.ModuleList(Block() for _ in range(2)), nn.Linear(D, 3)
-        self.checkpointed = False
+        self.checkpointed, self.group = False, None
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)
-        return self.head(x)
+        if self.group is None:
+            return self.head(x)
+        part = Into.apply(x, self.group).chunk(self.group.size(), -1)[dist.get_rank(self.group)]
+        return OutOf.apply(F.linear(part, self.head.weight), self.group) + self.head.bias
 
 
 def cut(model: Model, kind: str, group: Any, options: set[str]) -> None:
@@ -172,6 +176,11 @@ def cut(model: Model, kind: str, group: Any, options: set[str]) -> None:
             setattr(mixture.experts, name, nn.Parameter(p.detach().chunk(group.size())[dist.get_rank(group)].clone()))
         if "nearby" in options:
             mixture.experts.norm = nn.LayerNorm(D).double()
+    if "columns" in options:
+        model.group = group
+        model.head.weight = nn.Parameter(
+            model.head.weight.detach().chunk(group.size(), 1)[dist.get_rank(group)].clone()
+        )
 
 
 def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str], group: Any = None) -> dict[str, Any]:
@@ -179,6 +188,8 @@ def train(model: nn.Module, kind: str, style: str, mode: str, options: set[str],
     dataset = TensorDataset(torch.randn(SAMPLES, T, D, generator=generator, dtype=torch.float64))
     rest = {"sequence": "sum", "whole": "same", "samples": "samples"}[kind]
     told: Any = {"*.experts.norm.*": rest, "*.experts.*": 0, "*": rest}
+    if "columns" in options:
+        told = {"head.weight": 1, **told}
     engine = PrivacyEngine(
         model,
         batch_size=8,
@@ -211,7 +222,8 @@ def joined(model: Model, group: Any) -> dict[str, Tensor]:
     for name, p in model.named_parameters():
         parts = [torch.empty_like(p) for _ in range(group.size())]
         dist.all_gather(parts, p.detach(), group=group)
-        found[name] = torch.cat(parts) if ".experts." in name else torch.stack(parts)
+        is_cut = name == "head.weight" and model.group is not None
+        found[name] = torch.cat(parts, 1) if is_cut else torch.cat(parts) if ".experts." in name else torch.stack(parts)
     return found
 
 

@@ -21,7 +21,10 @@ ON_FOUR = (
     *("cp:flat:all-layer:auto+verified", "cp:flat:layer-wise:ghost", "ring:alone:layer-wise:auto+verified"),
     "cp:flat:layer-wise:auto+saved",
     *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
+    *("tp:hsdp:layer-wise:auto", "cp:hsdp:all-layer:auto+verified", "ring:hsdp:block-wise:auto"),
 )
+ON_EIGHT = ("tp:hsdp:all-layer:ghost", "cp:hsdp:layer-wise:auto+verified", "cp:hsdp:all-layer:ghost")
+"""Two replicas of two shards of two parts."""
 REFUSED = {
     "tp:alone:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "cp:ddp:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
@@ -36,6 +39,7 @@ REFUSED = {
 ITEMS = [
     *(pytest.param(2, case) for case in EXACT),
     *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in ON_FOUR),
+    *(pytest.param(8, case, marks=pytest.mark.exhaustive) for case in ON_EIGHT),
 ]
 found = shared("declared_parts_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=6)
 

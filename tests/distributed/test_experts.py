@@ -12,10 +12,12 @@ from tests.distributed.launch import shared
 EXACT = (
     *("samples:all-layer:auto", "samples:layer-wise:auto+verified", "samples:block-wise:auto+checkpointed"),
     *("samples:all-layer:mixed-ghost", "sequence:layer-wise:auto+verified", "whole:all-layer:auto+verified"),
+    "whole:layer-wise:auto+columns",
 )
 ON_FOUR = (
     *("samples:all-layer:auto+verified", "samples:layer-wise:ghost", "samples:block-wise:auto+checkpointed"),
     *("sequence:all-layer:auto+verified", "sequence:layer-wise:ghost", "whole:block-wise:auto"),
+    "whole:all-layer:auto+verified+columns",
 )
 FAULTS = (
     *("samples:all-layer:auto+own norms", "samples:all-layer:auto+factors of another"),
