@@ -12,10 +12,11 @@ from dpshard.clipping.autograd_nodes import hold
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallLayout
 from dpshard.interception.placed import is_placed, placed_use
+from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import Exchange
 from dpshard.interception.slots import Slots
 from dpshard.records import PerSampleGrad, Record
-from dpshard.rules.call import BatchAxis, Build, Source, records_of
+from dpshard.rules.call import BatchAxis, Build, Planned, Source, records_of
 from dpshard.rules.routed import at_samples, without_rows
 from dpshard.rules.torch_functions import Function
 
@@ -41,6 +42,8 @@ class InterceptedCall:
     """Sample of every row [N] if rows are routed; the rule then takes each row for a sample."""
     exchange: Exchange | None = None
     """The ranks that send each other rows."""
+    plans: Plans | None = None
+    """Keeps the plan of this call."""
     batch_size: int = field(init=False)
     output_axis: BatchAxis | None = field(init=False)
 
@@ -66,6 +69,13 @@ class InterceptedCall:
     def hold(self, x: Tensor) -> Tensor:
         """See Call."""
         return x if type(x) is not Tensor and is_placed(x) else hold(x)
+
+    def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """See Call."""
+        if self.plans is not None:
+            self.plans.keep(self.func, self.args, self.kwargs, self.sources, planned, (input, weight, bias))
+        output, keep = planned.run(self.hold, input, self.plain(weight), self.plain(bias))
+        return self.tap(output, keep, planned.sources, planned.recipe)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
         """See Call."""

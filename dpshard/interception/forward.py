@@ -198,6 +198,7 @@ class Interception:
             exchange = self._parameters.exchange
             grid = run.grid if isinstance(run, PackedRun) else None
             mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
+            mode.plans = self.layouts.plans(run, tape.batch_size) if grid is None else None
             try:
                 with self._active.recorded(mode):
                     return call()

@@ -15,11 +15,14 @@ from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.isolation import Isolate
 from dpshard.interception.kinds import kind_of_run
 from dpshard.interception.parameters import TrainedParameters
+from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
 """Most starts of one forward; each unprobed course restarts it."""
+_MOST_PLANS = 8
+"""Most tables of plans."""
 NEW_COURSE = (
     "The model runs other functions in every forward, so dpshard cannot learn how it uses its parameters. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
@@ -40,6 +43,7 @@ class Layouts:
     ) -> None:
         self.found: dict[Any, Layout] = {}
         """By the kind of inputs."""
+        self._plans: dict[Any, Plans] = {}
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Batch dimensions by the kind of inputs, where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
@@ -48,6 +52,15 @@ class Layouts:
     def of(self, run: Run) -> Layout:
         """Return the layout for the probed inputs of `run`."""
         return self.found[kind_of_run(run)]
+
+    def plans(self, run: Run, batch_size: int) -> Plans:
+        """Return the plans of calls for inputs as those of `run`, and so many samples; see [Note: Plans of calls]."""
+        key = kind_of_run(run), batch_size
+        if key not in self._plans:
+            if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
+                self._plans.clear()
+            self._plans[key] = Plans()
+        return self._plans[key]
 
     def as_read(self, run: Run) -> Run:
         """Return `run` with the batch dimensions that earlier probes found."""
@@ -83,6 +96,7 @@ class Layouts:
 
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, and return layout `into` with the calls added."""
+        self._plans.clear()
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)

@@ -14,6 +14,7 @@ from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
 from dpshard.interception.packed import NOT_BY_TOKEN, TokenGrid, replaced, writes_in_place
+from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import Exchange
 from dpshard.interception.routed_calls import ONE_BY_ONE, with_places, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
@@ -76,15 +77,19 @@ class InterceptionMode(TorchFunctionMode):
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # the forward adds derived tensors
+        self.plans: Plans | None = None
+        """Plans of calls, in an eager forward; see [Note: Plans of calls]."""
         self._routing: Routing | None = None
 
     # --- changes from outside ------------------------------------------------------------------------------------
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return a mode with the same sources and layout that records in `slots`."""
-        return InterceptionMode(
+        mode = InterceptionMode(
             self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
         )
+        mode.plans = self.plans
+        return mode
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Add a gathered parameter to the sources; remove a frozen one."""
@@ -108,11 +113,15 @@ class InterceptionMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
+        compiling = torch.compiler.is_compiling()
+        if not compiling and self.plans is not None and func in self.plans.uses and not self._routes:
+            use = self.plans.find(func, args, kwargs, self.sources)
+            if use is not None:
+                return use.repeat(self.slots, args, kwargs)
         func, args = canonical(func, args)
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        compiling = torch.compiler.is_compiling()
         if func is checkpoint:  # dynamo passes it to modes, and would trace its repetition without them
             return checkpoint(self._within(args[0]), *args[1:], **kwargs)
         if not compiling and torch._C._are_functorch_transforms_active():
@@ -175,15 +184,17 @@ class InterceptionMode(TorchFunctionMode):
             func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal, self.rows_per_unit
         )
         call.exchange = self.exchange
-        routes = None if compiling else self._routing
-        if layout.data_dependent or (routes is not None and not routes.idle):
+        routes = not compiling and self._routes
+        if layout.data_dependent or routes:
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
                 return self._run_routed(with_places(call))
         if self.exchange is not None:
             call = with_places(call)
+        elif not (compiling or routes or layout.data_dependent):
+            call.plans = self.plans
         result = self._rule(func, call)(call, *args, **kwargs)
-        if routes is not None or (not compiling and func in STARTING):
+        if not compiling and (self._routing is not None or func in STARTING):
             self.routing.follow(func, args, kwargs, result)
         return result
 
@@ -264,6 +275,11 @@ class InterceptionMode(TorchFunctionMode):
         if self._routing is None:
             self._routing = Routing(self.slots.batch_size, self._holds_samples, self.exchange)
         return self._routing
+
+    @property
+    def _routes(self) -> bool:
+        """True if the data has picked rows in this forward."""
+        return self._routing is not None and not self._routing.idle
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
         if self.grid is not None:

@@ -1,4 +1,4 @@
-"""The interface of rules: a torch function call with trainable parameters, and two ways to record the use."""
+"""The interface of rules: a torch function call with trainable parameters, and the ways to record the use."""
 
 from __future__ import annotations
 
@@ -96,6 +96,23 @@ def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor
     return [*zip(sources, build(*tensors), strict=True)] if isinstance(build, Recipe) else build(*tensors)
 
 
+Hold = Callable[[Tensor], Tensor]
+"""See Call.hold."""
+
+Output = tuple[Tensor, tuple[Tensor, ...]]
+"""The output of a function, and the tensors to keep for backward."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A use that equal calls repeat; it holds no tensor of one call."""
+
+    sources: tuple[Source, ...]
+    recipe: Recipe
+    run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
+    """From input, weight and bias, cut off from their sources."""
+
+
 class Call(Protocol):
     """A call of a torch function with trainable parameters and samples of the micro-batch."""
 
@@ -124,6 +141,10 @@ class Call(Protocol):
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
         """Return `output`; its gradient and the kept tensors become the records that `build` returns."""
+        ...
+
+    def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Run the call as planned on these of its arguments, and tap the output; equal calls repeat the plan."""
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.records import OuterProduct, PerSampleGrad, Record, accum_dtype
-from dpshard.rules.call import BatchAxis, Call, Recipe, Source, batch_axis
+from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
@@ -23,14 +24,16 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
     """Y = x W^T + b with W [P, D] and x [..., D] of any rank; with a vector W [D], sample by sample."""
     if weight.dim() == 1:
         return vectorized(call, *call.args, **call.kwargs)
-    axis, source = batch_axis(call, input), call.source(weight)
-    input = call.hold(input) if source is not None else input
-    output = _linear(input, call.plain(weight), call.plain(bias))
+    return _record(call, _unviewed, input, weight, bias, transposed=False)
+
+
+def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    output = _linear(input, weight, bias)
     if not torch.compiler.is_compiling() and output._is_view():
         # A view of addmm's matrix, which backward does not need. A tap on a view would make autograd copy the
         # gradient of the whole base, twice.
-        output = torch.ops.aten._unsafe_view(output, output.shape)
-    return _record(call, input, axis, output, source, call.source(bias), transposed=False)
+        return torch.ops.aten._unsafe_view.default(output, output.shape)
+    return output
 
 
 @rule(torch.addmm, Tensor.addmm)
@@ -38,10 +41,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
     """Y = b + x W with W [D, P]: the Conv1D of GPT-2, with x flattened to [B * T, D]."""
     if beta != 1 or alpha != 1 or call.source(mat1) or input.dim() != 1 or not _is_matrix(call, mat2):
         return vectorized(call, *call.args, **call.kwargs)
-    axis, source = batch_axis(call, mat1), call.source(mat2)
-    mat1 = call.hold(mat1) if source is not None else mat1
-    output = torch.addmm(call.plain(input), mat1, call.plain(mat2))
-    return _record(call, mat1, axis, output, source, call.source(input), transposed=True)
+    return _record(call, lambda x, w, b: torch.addmm(b, x, w), mat1, mat2, input, transposed=True)
 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
@@ -49,10 +49,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
     """Y = x W with W [D, P]; with the parameter on the left, or of another rank, sample by sample."""
     if call.source(input) or not _is_matrix(call, other) or input.dim() < 2:
         return vectorized(call, input, other)
-    axis = batch_axis(call, input)
-    input = call.hold(input)
-    output = torch.matmul(input, call.plain(other))
-    return _record(call, input, axis, output, call.source(other), None, transposed=True)
+    return _record(call, lambda x, w, _: torch.matmul(x, w), input, other, None, transposed=True)
 
 
 @rule(Tensor.__rmatmul__)
@@ -89,27 +86,23 @@ def _is_matrix(call: Call, x: Tensor) -> bool:
 
 
 def _record(
-    call: Call,
-    input: Tensor,
-    axis: BatchAxis,
-    output: Tensor,
-    weight: Source | None,
-    bias: Source | None,
-    *,
-    transposed: bool,
+    call: Call, product: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Tap `output` = `input` W^T + b (W [P, D]), or `input` W + b if `transposed` (W [D, P]).
-
-    `axis`: batch axis of `input` and `output`.
-    """
-    if weight is not None and weight.transpose_of is not None:
+    """Return `product(input, weight, bias)`, tapped: `input` W^T + b, or `input` W + b if `transposed` (W [D, P])."""
+    axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
+    if w is not None and w.transpose_of is not None:
         # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
-        weight, transposed = weight.transpose_of, not transposed
-    # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
-    keep = (input.to(output.dtype),) if weight is not None else ()
-    shape = None if weight is None else weight.shape
-    recipe = _Products(axis, call.batch_size, shape, has_bias=bias is not None, transposed=transposed)
-    return call.tap(output, keep, [s for s in (weight, bias) if s is not None], recipe)
+        w, transposed = w.transpose_of, not transposed
+    recorded, shape = w is not None, None if w is None else w.shape
+
+    def run(hold: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
+        input = hold(input) if recorded else input
+        output = product(input, weight, bias)
+        # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
+        return output, (input.to(output.dtype),) if recorded else ()
+
+    recipe = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
+    return call.run(Planned(tuple([s for s in (w, b) if s is not None]), recipe, run), input, weight, bias)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +13,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.records import PerSampleGrad, Record, wide
-from dpshard.rules.call import Call, Recipe, batch_axis
+from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, batch_axis
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
@@ -120,6 +121,7 @@ def instance_norm(
         lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps),
         _Moments(eps, input.shape[1]) if use_input_stats else None,
         trailing=False,
+        repeated=False,
     )
 
 
@@ -150,6 +152,7 @@ def batch_norm(
         lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps),
         None,
         trailing=False,
+        repeated=False,
     )
 
 
@@ -162,20 +165,29 @@ def _affine(
     moments: _Moments | None,
     *,
     trailing: bool,
+    repeated: bool = True,
 ) -> Tensor:
     """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
 
     `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward computes the normalised input
-    again, to save memory. `moments`: None if they are not the input's own.
+    again, to save memory. `moments`: None if they are not the input's own. `repeated`: False if `normalize` holds
+    buffers, which other calls may replace.
     """
-    output = normalize(input, call.plain(weight), call.plain(bias))
     w, b = call.source(weight), call.source(bias)
     axis = batch_axis(call, input)
     if axis.dim != 0 and not trailing:
         raise call.refuse("the samples of the micro-batch must lie along dimension 0 of its input")
     shapes = [None if source is None else source.shape for source in (w, b)]
     recipe = _Sums(axis, call.batch_size, shapes[0], shapes[1], normalize, moments, input.dim() - 1, trailing)
-    return call.tap(output, (input,) if w is not None else (), [s for s in (w, b) if s is not None], recipe)
+    sources = tuple([s for s in (w, b) if s is not None])
+
+    def run(_: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
+        return normalize(input, weight, bias), (input,) if w is not None else ()
+
+    if repeated:
+        return call.run(Planned(sources, recipe, run), input, weight, bias)
+    output, keep = run(call.hold, input, call.plain(weight), call.plain(bias))
+    return call.tap(output, keep, sources, recipe)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,106 @@
+"""Uses of parameters that every forward repeats, found again by their facts.
+
+[Note: Plans of calls]
+Most forwards make the same calls as the one before. So the plan that a rule makes of a use stays: the next call with
+equal facts is run and tapped without the rule. Facts are all that a plan depends on:
+- the kind of the model's inputs, and the number of samples: they choose the table of plans;
+- the layouts that probes have found: each probe drops all plans;
+- the function, the source of each parameter, the rank of each other tensor, and every other argument.
+Only plain tensors, and parameters rather than tensors derived from them, have plans. Calls on packed rows, on rows that
+the data picks, on rows of other ranks, within torch.func, and in compiled regions do without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard.clipping.autograd_nodes import hold
+from dpshard.clipping.uses import Use
+from dpshard.interception.slots import Slots
+from dpshard.rules.call import Planned, Source
+from dpshard.rules.torch_functions import Function
+
+_TENSORS = frozenset((Tensor, nn.Parameter))
+_CONSTANTS = frozenset((int, float, bool, str, type(None), torch.dtype))
+_RANKS = tuple(object() for _ in range(65))
+"""Stand for ranks of tensors among facts, where numbers are arguments."""
+_MOST = 4096
+"""Most facts of a function: a constant may change in every forward."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedUse:
+    """A plan with its use."""
+
+    planned: Planned
+    use: Use
+    operands: tuple[int | str | None, ...]
+    """Place or name of the arguments that are input, weight and bias; None for no such argument."""
+    cuts: tuple[bool, bool]
+    """True if weight and bias are parameters."""
+
+    def repeat(self, slots: Slots, args: Any, kwargs: Any) -> Tensor:
+        """Run a call as planned, and tap its output."""
+        input, weight, bias = [args[p] if type(p) is int else kwargs.get(p) for p in self.operands]
+        cuts_weight, cuts_bias = self.cuts
+        weight, bias = weight.detach() if cuts_weight else weight, bias.detach() if cuts_bias else bias
+        output, keep = self.planned.run(hold, input, weight, bias)
+        return slots.tap(self.use, output, keep)
+
+
+class Plans:
+    """The plans of calls, for one kind of inputs and one number of samples."""
+
+    def __init__(self) -> None:
+        self.uses: dict[Function, dict[Any, PlannedUse]] = {}
+        """By function and facts."""
+
+    def find(self, func: Function, args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> PlannedUse | None:
+        """Return the plan of a call, or None."""
+        if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            return None
+        try:
+            return self.uses[func].get(_facts(args, kwargs, sources))
+        except TypeError:  # an argument without a hash, such as a list
+            return None
+
+    def keep(
+        self,
+        func: Function,
+        args: Any,
+        kwargs: Any,
+        sources: Mapping[Tensor, Source],
+        planned: Planned,
+        operands: tuple[Tensor | None, ...],
+    ) -> None:
+        """Keep the plan of a call, if equal facts make an equal call; `operands`: its input, weight and bias."""
+        named = [*enumerate(args), *kwargs.items()]
+        if not all(_is_fact(x, sources) for _, x in named):
+            return
+        places = tuple(next((p for p, x in named if x is y and y is not None), None) for y in operands)
+        _, *cuts = (x is not None and x in sources for x in operands)
+        plan = PlannedUse(planned, Use(planned.sources, planned.recipe), places, (cuts[0], cuts[1]))
+        plans = self.uses.setdefault(func, {})
+        if len(plans) == _MOST:
+            plans.clear()
+        plans[_facts(args, kwargs, sources)] = plan
+
+
+def _is_fact(x: Any, sources: Mapping[Tensor, Source]) -> bool:
+    if type(x) in _TENSORS:
+        source = sources.get(x)
+        return source is None or source.roots == (source.label,)  # each forward derives tensors of its own
+    return type(x) in _CONSTANTS or (type(x) is tuple and all(type(i) in _CONSTANTS for i in x))
+
+
+def _facts(args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> tuple[Any, ...]:
+    facts = [sources.get(x) or _RANKS[x.dim()] if type(x) in _TENSORS else x for x in args]
+    if kwargs:
+        facts += kwargs
+        facts += [sources.get(x) or _RANKS[x.dim()] if type(x) in _TENSORS else x for x in kwargs.values()]
+    return tuple(facts)

@@ -1,0 +1,148 @@
+"""Plans of calls: from the second forward on, uses of parameters are repeated without their rules."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from dpshard.rules import RULES
+from tests.oracle import (
+    TOLERANCE,
+    clipped_mean,
+    gradients_of,
+    noise_free_engine,
+    norm,
+    per_sample_gradients,
+    ramp_loss,
+    randn,
+    relative_error,
+)
+
+B, T, D = 4, 3, 6
+
+pytestmark = pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+
+
+class Layers(nn.Module):
+    """Planned functions, also called in ways that modules of torch do not know."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.norm, self.rms, self.groups = (
+            nn.Linear(D, D),
+            nn.LayerNorm(D),
+            nn.RMSNorm(D),
+            nn.GroupNorm(2, D),
+        )
+        self.matrix, self.bias = nn.Parameter(randn(D, D)), nn.Parameter(randn(D))
+        self.eps, self.twice, self.length = 1e-5, False, T
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, bias = self.norm.weight, self.norm.bias
+        x = self.rms(self.norm(self.into(x.narrow(1, 0, self.length))))
+        x = self.groups(x.mT).mT
+        x = F.layer_norm(x, [D], weight, bias, self.eps)  # a list has no hash
+        x = F.relu(F.linear(x, self.matrix, self.bias), inplace=True)
+        x = F.linear(input=x, weight=self.matrix)
+        x = torch.addmm(self.bias, x.reshape(-1, D), self.matrix).view(x.shape)
+        x = self.into(x.flatten(0, 1)).view(x.shape) if self.twice else x @ self.matrix
+        return torch.layer_norm(x, (D,), weight, bias, self.eps)
+
+
+def freeze(model: Layers) -> None:
+    model.matrix.requires_grad_(False)
+    model.norm.bias.requires_grad_(False)
+
+
+CHANGES = {
+    "nothing": lambda model: None,
+    "a constant": lambda model: setattr(model, "eps", 0.5),
+    "the rank": lambda model: setattr(model, "twice", True),
+    "the length": lambda model: setattr(model, "length", T - 1),
+    "what is trained": freeze,
+    "the values": lambda model: nn.init.normal_(model.matrix.data),
+    "a parameter of another module": lambda model: setattr(model.rms, "eps", 0.25),
+}
+
+
+@pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_plans_are_those_of_the_calls_now(change, style):
+    torch.manual_seed(0)
+    model = Layers().double()
+    engine = noise_free_engine(model, batch_size=B, steps=5, max_grad_norm=1.0, verify=False, clipping_style=style)
+    groups = [list(names) for names in engine.mechanism.clipping_groups]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for step in range(5):
+        if step == 3:
+            CHANGES[change](model)
+        x = randn(B, T, D)
+        per_sample = per_sample_gradients(copy.deepcopy(model), (x,))
+        assert max(map(norm, per_sample)) > 1.0
+        trained = [[name for name in names if name in per_sample[0]] for names in groups]
+        ramp_loss(model(x)).backward()
+        optimizer.step()
+        expected = clipped_mean(per_sample, max_grad_norm=1.0, batch_size=B, groups=trained)
+        assert relative_error(gradients_of(model), expected) <= TOLERANCE, step
+        optimizer.zero_grad()
+    engine.detach()
+
+
+def test_a_planned_use_runs_without_its_rule(monkeypatch):
+    """The first forward makes the plans; another number of samples needs others."""
+    counts = []
+    for function in (torch._C._nn.linear, F.layer_norm):
+        monkeypatch.setitem(
+            RULES, function, lambda *args, _rule=RULES[function], **kw: (counts.append(1), _rule(*args, **kw))[1]
+        )
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    found = []
+    for n in (B, B, 2, 2, B):
+        counts.clear()
+        model(torch.randn(n, T, D))
+        found.append(len(counts))
+    engine.detach()
+    assert found == [3, 0, 3, 0, 0]
+
+
+def test_an_input_written_after_its_use_is_refused_as_by_torch():
+    model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
+
+    def forward(x):
+        h = model[0](x)
+        y = model[1](h)
+        h.mul_(2)
+        return y
+
+    model.forward = forward
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            model(torch.randn(B, D)).sum().backward()
+    engine.detach()
+
+
+def test_a_second_derivative_of_a_planned_use_is_refused():
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D))
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    x = torch.randn(B, D, requires_grad=True)
+    model(x)
+    with pytest.raises(Exception, match="create_graph"):
+        torch.autograd.grad(model(x).sum(), x, create_graph=True)
+    engine.detach()
+
+
+def test_a_gradient_of_the_input_alone_brings_no_records():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
+    x = torch.randn(B, D, requires_grad=True)
+    (expected,) = torch.autograd.grad(model(x).square().sum(), x)
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    for _ in range(2):
+        (found,) = torch.autograd.grad(model(x).square().sum(), x)
+        assert torch.equal(found, expected)
+    assert all(p.grad is None for p in model.parameters())
+    engine.detach()
