@@ -1,12 +1,14 @@
 """Plans of calls: from the second forward on, uses of parameters are repeated without their rules."""
 
 import copy
+import gc
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpshard.interception.plans import PlannedUse
 from dpshard.rules import RULES
 from tests.oracle import (
     TOLERANCE,
@@ -15,6 +17,7 @@ from tests.oracle import (
     noise_free_engine,
     norm,
     per_sample_gradients,
+    private_step,
     ramp_loss,
     randn,
     relative_error,
@@ -36,19 +39,59 @@ class Layers(nn.Module):
             nn.RMSNorm(D),
             nn.GroupNorm(2, D),
         )
+        self.frozen = nn.BatchNorm1d(D).eval()
         self.matrix, self.bias = nn.Parameter(randn(D, D)), nn.Parameter(randn(D))
-        self.eps, self.twice, self.length = 1e-5, False, T
+        self.eps, self.twice, self.length, self.way = 1e-5, False, T, plainly
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = self.norm.weight, self.norm.bias
         x = self.rms(self.norm(self.into(x.narrow(1, 0, self.length))))
-        x = self.groups(x.mT).mT
+        x = self.frozen(self.groups(x.mT)).mT
         x = F.layer_norm(x, [D], weight, bias, self.eps)  # a list has no hash
         x = F.relu(F.linear(x, self.matrix, self.bias), inplace=True)
         x = F.linear(input=x, weight=self.matrix)
         x = torch.addmm(self.bias, x.reshape(-1, D), self.matrix).view(x.shape)
         x = self.into(x.flatten(0, 1)).view(x.shape) if self.twice else x @ self.matrix
+        x = self.way(lambda x: F.linear(x, self.matrix, self.bias), x)
         return torch.layer_norm(x, (D,), weight, bias, self.eps)
+
+
+def plainly(layer, x):
+    return layer(x) + layer(x.flatten(0, 1)).view(x.shape)
+
+
+def in_vmap(layer, x):
+    return torch.vmap(layer)(x)  # sees rows of rank 2
+
+
+def partly_without_gradients(layer, x):
+    with torch.no_grad():
+        constant = layer(x)
+    return layer(x) * constant
+
+
+def with_saved_copies(layer, x):
+    with torch.autograd.graph.save_on_cpu():
+        return layer(x)
+
+
+def of_a_subclass(layer, x):
+    class Labelled(Tensor):
+        pass
+
+    return layer(x.as_subclass(Labelled)).as_subclass(Tensor)
+
+
+def then_written(layer, x):
+    y = layer(x).mul_(2)
+    y[:, 0].add_(1)
+    return y
+
+
+def with_a_hook(layer, x):
+    y = layer(x)
+    y.register_hook(lambda g: g * 2)
+    return y
 
 
 def freeze(model: Layers) -> None:
@@ -56,6 +99,7 @@ def freeze(model: Layers) -> None:
     model.norm.bias.requires_grad_(False)
 
 
+WAYS = (in_vmap, partly_without_gradients, with_saved_copies, of_a_subclass, then_written, with_a_hook)
 CHANGES = {
     "nothing": lambda model: None,
     "a constant": lambda model: setattr(model, "eps", 0.5),
@@ -63,7 +107,9 @@ CHANGES = {
     "the length": lambda model: setattr(model, "length", T - 1),
     "what is trained": freeze,
     "the values": lambda model: nn.init.normal_(model.matrix.data),
+    "a buffer": lambda model: setattr(model.frozen, "running_var", torch.full((D,), 4.0, dtype=torch.float64)),
     "a parameter of another module": lambda model: setattr(model.rms, "eps", 0.25),
+    **{way.__name__: lambda model, way=way: setattr(model, "way", way) for way in WAYS},
 }
 
 
@@ -91,7 +137,7 @@ def test_plans_are_those_of_the_calls_now(change, style):
 
 
 def test_a_planned_use_runs_without_its_rule(monkeypatch):
-    """The first forward makes the plans; another number of samples needs others."""
+    """The first forward makes the plans; another number of samples needs others, and a probe drops them."""
     counts = []
     for function in (torch._C._nn.linear, F.layer_norm):
         monkeypatch.setitem(
@@ -100,12 +146,32 @@ def test_a_planned_use_runs_without_its_rule(monkeypatch):
     model = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D))
     engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
     found = []
-    for n in (B, B, 2, 2, B):
+    for shape in ((B, T, D), (B, T, D), (2, T, D), (2, 2, D), (B, 2, D), (B, D), (B, D), (B, T, D)):
         counts.clear()
-        model(torch.randn(n, T, D))
+        model(torch.randn(shape))
         found.append(len(counts))
     engine.detach()
-    assert found == [3, 0, 3, 0, 0]
+    assert found == [3, 0, 3, 0, 0, 3, 0, 3]
+
+
+def count_plans():
+    gc.collect()
+    return sum(isinstance(x, PlannedUse) for x in gc.get_objects())
+
+
+def test_views_of_parameters_leave_no_plans():
+    """Each forward makes views of its own."""
+    matrix = nn.Parameter(torch.randn(D, D))
+    model = nn.Sequential(nn.Linear(D, D))
+    model.matrix = matrix
+    model.forward = lambda x: model[0](x) @ matrix.t() + F.linear(x, 1 + matrix) + x @ matrix
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    kept = [count_plans()]
+    for _ in range(3):
+        model(torch.randn(B, D))
+        kept.append(count_plans() - kept[0])
+    engine.detach()
+    assert kept[1:] == [2, 2, 2]
 
 
 def test_an_input_written_after_its_use_is_refused_as_by_torch():
@@ -146,3 +212,12 @@ def test_a_gradient_of_the_input_alone_brings_no_records():
         assert torch.equal(found, expected)
     assert all(p.grad is None for p in model.parameters())
     engine.detach()
+
+
+def test_ranks_with_samples_in_other_dimensions():
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(D, D)).double(), (randn(B, T, D),)
+    layer = model[0]
+    model.forward = lambda x: layer(x.transpose(0, 1)).transpose(0, 1) * layer(x.mean(1)).unsqueeze(1)
+    expected = clipped_mean(per_sample_gradients(model, data), max_grad_norm=1.0, batch_size=B)
+    assert relative_error(private_step(model, data, steps=2, verify=False), expected) <= TOLERANCE
