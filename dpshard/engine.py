@@ -456,7 +456,7 @@ class PrivacyEngine:
         loaded = unpacked._asdict() | {"released": released, "facts": None}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(
-                "Ranks were given different states, so they would draw different batches, repeat different steps, and "
+                "Ranks loaded different states, so they would draw different batches, repeat different steps, and "
                 "count differently. Load one state, saved by one rank, on all of them."
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change

@@ -58,8 +58,8 @@ class RunFolderError(DpshardError, OSError):
 
 
 REENTRANT = (
-    "Reentrant activation checkpointing differentiates each segment by itself, so the norm of a whole sample "
-    "is never known. Pass use_reentrant=False to torch.utils.checkpoint (in transformers: "
+    "Reentrant activation checkpointing differentiates each segment separately, so the norm of a whole sample is never "
+    "known. Pass use_reentrant=False to torch.utils.checkpoint (in transformers: "
     'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})).'
 )
 """Reason and fix: the text of every error that refuses reentrant checkpointing."""

@@ -116,8 +116,8 @@ class Budget:
         if self._course is not None and not self._course.open_ended and step >= self._course.steps:
             raise BudgetExceededError(
                 f"Step {step + 1} is not planned: sampling={mechanism.sampling!r} plans the noise for "
-                f"{self._course.steps} steps, and a further one would cost more than a step. Plan more steps from the "
-                f"start of a run."
+                f"{self._course.steps} steps, and another step would cost more than its share. Plan more steps from "
+                f"the start of a run."
             )
         target, delta = mechanism.target_epsilon, mechanism.target_delta
         if target is None or self.ledger.allows(

@@ -247,8 +247,7 @@ def _check_kind(mechanism: SampledMechanism) -> None:
     where, sizes = f"sampling={mechanism.sampling!r}", mechanism.schedule.sizes
     if len(set(sizes)) > 1:
         raise ConfigurationError(
-            f"{where} needs one batch size in all steps: it determines the steps of an epoch, and with them when a "
-            f"sample may come again. Give batch_size as an int."
+            f"{where} needs one batch size in all steps: it decides when a sample returns. Give batch_size as an int."
         )
     if sizes and sizes[0] > mechanism.sample_size:
         raise ConfigurationError(

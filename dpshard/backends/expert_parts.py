@@ -38,8 +38,8 @@ class ExpertParts(ModelParts):
         group, kinds = declared
         if wrong := [kind for kind in kinds.values() if kind not in (0, SAMPLES) or isinstance(kind, bool)]:
             raise ConfigurationError(
-                f"model_parallel_parts gives {wrong[0]!r} beside 'samples': with samples of its own on every rank, "
-                f"give 0 for the parameters of experts, [experts of the rank, ...], and 'samples' for all others."
+                f"model_parallel_parts gives {wrong[0]!r} beside 'samples'. If every rank has its own samples, give 0 "
+                f"for the parameters of experts, [experts of the rank, ...], and 'samples' for all others."
             )
         known = {pattern: "same" if kind == SAMPLES else kind for pattern, kind in kinds.items()}
         cut, _ = kinds_of(known, {name: p.shape for name, p in parameters.items()})
@@ -120,7 +120,7 @@ class ExpertRanks:
         if data.group is None or ranks(data.group) != ranks(parts.group) or parts.size != everyone.world_size:
             raise ConfigurationError(
                 f"Experts lie on {parts.size} ranks, {data.world_size} ranks share the data, and there are "
-                f"{everyone.world_size}: today all of these must be the same ranks. Give model_parallel_group the "
+                f"{everyone.world_size}: all of these must be the same ranks. Give model_parallel_group the "
                 f"process group of DistributedDataParallel."
             )
 

@@ -68,7 +68,7 @@ def require_known_group(group: Any, declared: Any) -> None:
         )
     if group.size() > 1 and not isinstance(declared, Mapping):
         raise ConfigurationError(
-            f"model_parallel_group has {group.size()} ranks, which hold parts of one model: say which, by "
+            f"model_parallel_group has {group.size()} ranks, which hold parts of one model: declare them by "
             f"model_parallel_parts={{'*.up.weight': 0, '*.down.weight': 1, '*': 'same'}} (see "
             f"docs/model-parallel.md). Pass a group of only this rank if other ranks train other models."
         )

@@ -208,8 +208,8 @@ class ModelParts:
         """See Parts."""
         if self._exchanges and self.gather(torch.tensor([group], device=self.device)).ne(group).any():
             raise LogicalBatchError(
-                "Ranks that send each other rows clip different parameters at one time, so a norm would be that of "
-                "other parameters. Run the same modules on all ranks, also an expert that no row has reached."
+                "Ranks that send each other rows clip different parameters at the same time, so norms would mix "
+                "parameters. Run the same modules on all ranks, also an expert that no row has reached."
             )
 
     def summed(self, x: Tensor) -> Tensor:
@@ -308,7 +308,7 @@ class Grid:
         if bool((same_DML != same_DML[:, :1]).any()):
             raise LogicalBatchError(
                 "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "
-                "so the norms of samples were not those of what would be released. Give all of them the same samples, "
+                "so the norms of samples do not fit the sums to release. Give all ranks the same samples, "
                 "the same random numbers (torch.manual_seed before dropout), and whole gradients: in tensor "
                 "parallelism by hand, reduce the gradients of what enters column-wise maps, and name parameters that "
                 "see a part of the sequence 'sum'. Call zero_grad() to start afresh."
@@ -329,7 +329,7 @@ def kinds_of(
         found = next((kind for pattern, kind in declared.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if found is None:
             raise ConfigurationError(
-                f"model_parallel_parts says nothing of {name}. Give a dimension (0 for column-wise, 1 for row-wise "
+                f"model_parallel_parts does not mention {name}. Give a dimension (0 for column-wise, 1 for row-wise "
                 f"linear maps) if each rank holds a part of it, 'same' if each holds it and its whole gradient, 'sum' "
                 f"if each has a term of its gradient (parts of the sequence), 'samples' if each has other samples "
                 f"(beside experts in parts)."

@@ -81,7 +81,10 @@ class StageSharding(Unsharded):
     def _accumulated(self, name: str, _: object = None) -> None:
         # Autograd calls this without a gradient too, because sums go to `.grad` directly.
         if not self.guard.is_untouched(name):
-            raise UnsupportedParameterError(f"{name}: a gradient reached it that is not clipped.")
+            raise UnsupportedParameterError(
+                f"{name}: a gradient reached it that is not clipped. Use it only in the forward of this stage, and "
+                f"call schedule.step(...)."
+            )
 
 
 class StageReplica(StageSharding):

@@ -39,9 +39,9 @@ def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
     stage, index, schedule = _on_the_stack()
     if stage is None and schedule is None:
         raise LogicalBatchError(
-            f"{type(module).__name__} is a stage of a pipeline, and was called outside of its schedule, so nothing "
-            f"says on which part of the micro-batch. Call schedule.step(...) of ScheduleGPipe or Schedule1F1B; to "
-            f"evaluate, call model.eval() or use torch.no_grad()."
+            f"{type(module).__name__} is a stage of a pipeline, and was called outside of its schedule, so the part of "
+            f"the micro-batch is unknown. Call schedule.step(...) of ScheduleGPipe or Schedule1F1B; to evaluate, call "
+            f"model.eval() or use torch.no_grad()."
         )
     if stage is None or index is None or not stage.has_backward:
         return None
@@ -109,6 +109,6 @@ def _check_inputs(stage: Any, index: int) -> None:
     if received and not any(info.tensor_meta.requires_grad for info in received if not info.is_root_arg):
         raise ConfigurationError(
             f"No input that stage {stage.stage_index} of the pipeline receives needs a gradient, so the stages before "
-            f"it would train on noise alone. Likely causes: another schedule has run on this stage to evaluate (call "
+            f"it would train only on noise. Likely causes: another schedule has run on this stage to evaluate (call "
             f"schedule.eval(...) of the schedule that trains), or the stage before detaches its output."
         )

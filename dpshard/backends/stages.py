@@ -34,7 +34,7 @@ def are_stages(declared: Mapping[str, Any]) -> bool:
     kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
-            f"model_parallel_parts={dict(declared)!r}: a stage of a pipeline holds its parameters alone, so all are "
+            f"model_parallel_parts={dict(declared)!r}: only one stage of a pipeline holds a parameter, so all are "
             f"'stage'. Tensor or context parallelism within a stage is not supported."
         )
     return STAGE in kinds

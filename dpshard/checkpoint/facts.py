@@ -89,7 +89,7 @@ class Facts:
             if self._sampling != "poisson" and released and self._data not in (None, (secret, data)):
                 raise DataError(
                     f"These are other rows than before, or the same in another order, but sampling={self._sampling!r} "
-                    f"counts on when a sample comes again, and knows it by its index. Pass the same rows in the same "
+                    f"depends on when a sample returns, and identifies it by its index. Pass the same rows in the same "
                     f"order to every engine.batches(...) of a run (the engine permutes them), and change samples at "
                     f"random in __getitem__."
                 )

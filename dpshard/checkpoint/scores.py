@@ -92,7 +92,7 @@ class PrivateScores:
         if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
             raise ConfigurationError(
                 f"Rank {dist.get_rank()} asks for a score of step {step}, which would be one more release. Call score "
-                f"on rank 0 alone, with the right answers of all ranks, and broadcast what it returns."
+                f"only on rank 0, with the right answers of all ranks, and broadcast the result."
             )
         if not (type(step) is int and step >= 0):
             raise ConfigurationError(f"step={step!r}: give the step of the run, an int of at least 0.")
@@ -107,7 +107,8 @@ class PrivateScores:
     def _draw(self, file: int, step: int, right: int) -> float:
         if len(self._scores) == self._count:
             raise BudgetExceededError(
-                f"All {self._count} scores are spent: stop here, or choose by those. Give a larger count= to a new run."
+                f"All {self._count} scores are spent: stop here, or choose by these scores. A new run may take a "
+                f"larger count=."
             )
         [normal] = next(RandomSource(new_run_secret()).normals(1, np.float64))
         score = (right + self.noise * float(normal)) / self._samples
@@ -151,7 +152,9 @@ class PrivateScores:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self._path} does not hold scores: restore it from a copy.") from error
         if first != self._settings:
-            raise CheckpointError(f"{self._path} holds scores of other settings: give those, or another path.")
+            raise CheckpointError(
+                f"{self._path} holds scores of a run with other settings: restore these, or choose another path."
+            )
         if not self._scores.items() <= found.items():
             raise CheckpointError(f"{self._path} has lost scores of this run: restore it from a copy.")
         if not whole:

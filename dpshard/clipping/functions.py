@@ -162,7 +162,7 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
         return clipping_fn
     if type(clipping_fn).__repr__ is object.__repr__:
         raise ConfigurationError(
-            f"clipping_fn: {type(clipping_fn).__name__} has no repr of its own, so a resumed run could not recognise "
+            f"clipping_fn: {type(clipping_fn).__name__} defines no __repr__, so a resumed run could not recognise "
             f"it. Make it a frozen dataclass, or give it a __repr__ that shows its settings."
         )
     return _Guarded(clipping_fn)

@@ -152,7 +152,7 @@ class TrackedThresholds(Thresholds):
         # A sample would silently count twice if its backward failed and was repeated.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
-            "micro_batch_size), which ensures that, not over batches of your own."
+            "micro_batch_size), which ensures that, not over your own batches."
         )
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:

@@ -31,8 +31,8 @@ def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | N
         return Packing(rows=1, tokens=args.max_length)
     what = f"{asked[0]}=True" if asked else f"{type(collator).__name__} puts several samples into one row, which"
     raise ConfigurationError(
-        f"{what} needs a length of rows: pass packing=dpshard.Packing(rows=1, tokens=...) to the Trainer"
-        f"{', or set max_length' if asked else ''}. It packs the documents that are drawn, and clips each by itself."
+        f"{what} needs the length of a row: pass packing=dpshard.Packing(rows=1, tokens=...) to the Trainer"
+        f"{', or set max_length' if asked else ''}. It packs the documents that are drawn, and clips each separately."
     )
 
 
@@ -61,7 +61,7 @@ class Documents(Dataset):
         ids = row.get("input_ids") if hasattr(row, "get") else None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:
             raise DataError(
-                f"The collator made no input_ids [1, T] of document {index} alone, so it cannot be packed. Let it "
+                f"The collator made no input_ids [1, T] from document {index}, so it cannot be packed. Let it "
                 f"return a dict with input_ids, of one row for each sample."
             )
         real = row.get("attention_mask", ids.new_ones(ids.shape)).bool()[0]

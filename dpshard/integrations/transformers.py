@@ -221,7 +221,9 @@ class _Private(ShardsOnCPU):
         assert self.engine is not None
         config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
         if getattr(config, "is_encoder_decoder", False):
-            raise ConfigurationError("Packing takes models that read one stream of tokens, no encoder with a decoder.")
+            raise ConfigurationError(
+                "Packing needs a model that reads one stream of tokens, not an encoder with a decoder."
+            )
         rows = dict(inputs)
         unit_ids = rows.pop("unit_ids")
         if self._shift is None:

@@ -24,7 +24,7 @@ ATTEMPTS = 8
 _MOST_PLANS = 8
 """Most tables of plans."""
 NEW_COURSE = (
-    "The model runs other functions in every forward, so dpshard cannot learn how it uses its parameters. Remove "
+    "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
 )
 
@@ -108,7 +108,7 @@ class Layouts:
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
                 f"{type(run.module).__name__} failed on 2 or 3 of its {run.batch_size} samples ({error}). Its inputs "
-                f"were cut along (shape, dimension) {cut}: is that where they carry the samples? Pass tensors without "
+                f"were cut along (shape, dimension) {cut}, where dpshard expects the samples. Pass tensors without "
                 f"samples as buffers or constants rather than as inputs, and pass all rows of a micro-batch."
             ) from error
         merge(into, found)

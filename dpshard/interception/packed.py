@@ -26,7 +26,7 @@ from dpshard.sampling import PackedTokens
 
 NOT_BY_TOKEN = (
     "on packed rows, an argument or its output has no row for each token ([R, T, ...], [T, R, ...] or [R * T, ...]), "
-    "so the unit of its rows is unknown. Only functions that treat each token by itself may use parameters there "
+    "so the unit of its rows is unknown. Only functions that treat each token separately may use parameters there "
     "(linear maps, embeddings, norms, elementwise functions). A table of positions is one if the model gets "
     "position_ids [R, T]"
 )

@@ -26,7 +26,7 @@ _SIDE_BY_SIDE = _ROUTED.format("its inputs hold rows of different samples side b
 _AWAY = (
     "experts on several ranks meet rows of the samples of all of them, and other parameters those of the rank's own "
     "samples. Send rows to the experts' ranks by all_to_all_single of torch.distributed._functional_collectives, "
-    "uncompiled, and home again before other parameters use them"
+    "uncompiled, and send them back before other parameters use them"
 )
 ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one")
 

@@ -160,7 +160,7 @@ def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | 
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
             f"counted. Put the samples first in every input, pass tensors without samples as buffers or keywords of "
-            f"the module, or iterate over engine.batches(...), which knows the number of samples."
+            f"the module, or iterate over engine.batches(...), which counts the samples."
         )
     if B == 0:
         raise BatchLayoutError(

@@ -93,7 +93,7 @@ def check_dataset(dataset: Any, sample_size: int) -> None:
     remedy = "Poisson sampling reads any sample by its index: wrap the data in a class with __getitem__ and __len__."
     if isinstance(dataset, DataLoader):
         raise DataError(
-            f"{kind} makes batches of its own, and Poisson sampling must draw them: pass loader.dataset. collate_fn, "
+            f"{kind} makes its own batches, but Poisson sampling must draw them: pass loader.dataset. collate_fn, "
             f"num_workers and pin_memory are arguments of engine.batches, too."
         )
     if isinstance(dataset, IterableDataset):

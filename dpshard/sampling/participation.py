@@ -31,8 +31,8 @@ Fingerprints = NDArray[np.int64]
 
 _REMEDY = (
     "Keep one order (shuffle=False, or shuffle once and store the order), leave out rows that are equal, and change "
-    "samples at random only after they are read. Or pass a map-style data set to engine.batches, which knows samples "
-    "by their index."
+    "samples at random only after they are read. Or pass a map-style data set to engine.batches, which identifies "
+    "samples by their index."
 )
 
 
@@ -59,14 +59,14 @@ class Participation:
         if len(set(samples)) < len(samples):
             raise DataError(
                 f"Step {step + 1} has {len(samples)} samples, and {len(samples) - len(set(samples))} of them are equal "
-                f"to others in it. A sample that counts twice is not what epsilon covers. On several ranks, each must "
+                f"to others in it. Epsilon does not cover a sample that counts twice. On several ranks, each must "
                 f"read other samples, as with DistributedSampler(shuffle=False, drop_last=True). {_REMEDY}"
             )
         never = -self._separation
         latest = max((self._last.get(sample, never) for sample in samples), default=never)
         if step - latest < self._separation:
             raise DataError(
-                f"A sample of step {step + 1} was in step {latest + 1}, too: sampling='fixed-order' counts on at least "
+                f"A sample of step {step + 1} was in step {latest + 1}, too: sampling='fixed-order' requires at least "
                 f"{self._separation} steps between them (sample_size // batch_size). {_REMEDY}"
             )
         new = sum(sample not in self._last for sample in samples)

@@ -58,7 +58,7 @@ class Chain:
         if len(links) != min(step, self._memory) or any(len(link) != SECRET_BYTES for link in links):
             raise CheckpointError(
                 f"The checkpoint lacks the keys of the noise before step {step + 1}, so the noise of its next steps "
-                f"would not be that of the run. Resume from another checkpoint."
+                f"would differ from that of the run. Resume from another checkpoint."
             )
         self._links = links
 

@@ -79,4 +79,6 @@ class NoiseOfRun:
         if self._chain is not None:
             self._chain.load_state_dict(state, step)
         elif state is not None:
-            raise CheckpointError("The checkpoint has keys of past noise, but this run needs none. Resume another one.")
+            raise CheckpointError(
+                "The checkpoint has keys of past noise, but this run needs none. Resume from another checkpoint."
+            )

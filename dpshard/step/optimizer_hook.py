@@ -91,7 +91,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
     _refuse_scaler()
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedOptimizerError(
-            "LBFGS evaluates the loss several times per step: every evaluation would be a release of its own. "
+            "LBFGS evaluates the loss several times per step: each evaluation would be another release. "
             "Choose a first-order optimizer (SGD, Adam, ...)."
         )
     # torch passes the arguments of the unbound step(): the optimizer comes first.
@@ -125,13 +125,13 @@ class _Once:
         """Return the value, once, at the parameters where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
-                f"The optimizer evaluates its closure more than once per step: every evaluation would be a release of "
-                f"its own. Choose an optimizer that evaluates it once. {_TWO_STEPS}"
+                f"The optimizer evaluates its closure more than once per step: each evaluation would be another "
+                f"release. Choose an optimizer that evaluates it once. {_TWO_STEPS}"
             )
         if any(_version(p) != then for p, then in self._at.items()):
             raise UnsupportedOptimizerError(
                 f"The optimizer has moved parameters, or cleared gradients, before it evaluates its closure, as SAM "
-                f"does: the gradient there would be a release of its own. {_TWO_STEPS}"
+                f"does: the gradient there would be another release. {_TWO_STEPS}"
             )
         self.called = True
         return self.value
@@ -152,7 +152,7 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
         raise UnsupportedParameterError(
             f"The optimizer also holds {len(others)} parameter(s) outside of the private model (shape "
             f"{tuple(others[0].shape)}) with gradients that are neither clipped nor noised. Add them to the model "
-            f"before making the engine, or give them an optimizer of their own if no data reaches them."
+            f"before making the engine, or give them a separate optimizer if no data reaches them."
         )
 
 

@@ -20,8 +20,8 @@ from dpshard.sampling import MicroBatchPlan
 from dpshard.step.logical_batch import LogicalBatch, MicroBatch
 
 _NO_BATCH = (
-    "A pipeline trains on engine.batches(dataset, micro_batch_size), on all stages: only it tells a stage which rows "
-    "are which samples. Call schedule.step(...) once for each micro-batch of a logical batch; to evaluate, call "
+    "A pipeline trains on engine.batches(dataset, micro_batch_size), on all stages: only it gives a stage the sample "
+    "of each row. Call schedule.step(...) once for each micro-batch of a logical batch; to evaluate, call "
     "schedule.eval(...)."
 )
 _UNUSED = -1.0

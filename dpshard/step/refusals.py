@@ -63,7 +63,8 @@ BACKWARD_BEFORE_CLOSURE = (
 )
 PACKED_IN_ORDER = (
     "sampling='fixed-order' checks which samples take part, but a packed row holds several, so they cannot be told "
-    "apart. Pass documents to engine.batches(dataset, micro_batch_size, packing=...), which knows them by their index."
+    "apart. Pass documents to engine.batches(dataset, micro_batch_size, packing=...), which identifies them by their "
+    "index."
 )
 
 CAPTURED = (
@@ -77,7 +78,7 @@ def refuse_own_loop(sampling: SamplingName) -> None:
     if sampling not in ("poisson", "fixed-order"):
         raise LogicalBatchError(
             f"sampling={sampling!r} draws samples by a secret of the run, so the engine draws the batches. Iterate "
-            f"over engine.batches(dataset, micro_batch_size), not over batches of your own."
+            f"over engine.batches(dataset, micro_batch_size), not over your own batches."
         )
 
 
@@ -150,14 +151,14 @@ def refuse_fork(process: int) -> None:
         raise EngineInUseError(
             f"This engine was made in process {process}, and process {os.getpid()} is a fork of it: both would release "
             f"the same steps under one secret, and each ledger would miss the other's. Make the engine in the process "
-            f"that trains, after the fork; each has a secret and a budget of its own."
+            f"that trains, after the fork; each has its own secret and budget."
         )
 
 
 def part_called(part: nn.Module) -> str:
     """Say why a call of a part of the model is refused in a user's own loop."""
     return (
-        f"{type(part).__name__}, a part of the model, was called directly: its gradients would be clipped apart from "
-        f"the rest. Call the whole model, or iterate over engine.batches(...), which says which calls belong to the "
-        f"same samples."
+        f"{type(part).__name__}, a part of the model, was called directly: its gradients would be clipped separately "
+        f"from the rest. Call the whole model, or iterate over engine.batches(...), which shows the calls of the same "
+        f"samples."
     )

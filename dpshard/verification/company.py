@@ -159,8 +159,8 @@ TIES = 1e-4
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (it subtracts or divides by a mean "
     "or maximum over the batch; mixup; samples share a capacity, or one scale of quantisation), or those of several "
-    "ranks. So the loss of an output depends on other samples. Compute such values from each sample by itself, and let "
-    "no sample displace another."
+    "ranks. So the loss of an output depends on other samples. Compute such values from each sample separately, and "
+    "let no sample displace another."
 )
 
 
@@ -203,6 +203,6 @@ def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     if apart:
         raise VerificationError(
             "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "
-            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). So samples "
-            "have no gradients of their own. Leave such collectives out of the model and its loss."
+            "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). So no "
+            "per-sample gradient exists. Leave such collectives out of the model and its loss."
         )

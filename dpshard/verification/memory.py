@@ -96,8 +96,8 @@ def _check_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
         x, y = x.reshape(1, -1), y.reshape(1, -1)
         if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
             raise UnsupportedParameterError(
-                f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has another output "
+                f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has a different output "
                 f"after other samples. The memory may be in {where} (a detached hidden state, a queue of features, a "
-                f"running statistic). Keep nothing of samples between forwards. Or forward draws from a generator "
-                f"that dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
+                f"running statistic). Keep nothing of samples between forwards. Or forward draws from a generator that "
+                f"dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
             )

@@ -20,7 +20,7 @@ REFUSED = {
     "tp:ddp": APART,
     "tp:fsdp2": APART,
     "tp:denied": f"{TALKS} c10d.allreduce_",
-    "tp:world": "say which, by model_parallel_parts",
+    "tp:world": "declare them by model_parallel_parts",
     "tp:number": "must be a torch.distributed.ProcessGroup",
     "cp:ddp-function": f"{TALKS} c10d.allgather_",
     "cp:fsdp2-function": f"{TALKS} c10d.allgather_",

@@ -104,7 +104,7 @@ def test_only_rank_0_draws(make, monkeypatch):
     scores = make(count=2)
     for name, value in rank.items():
         monkeypatch.setattr(module.dist, name, value)
-    with pytest.raises(ConfigurationError, match=r"Rank 1 .* rank 0 alone"):
+    with pytest.raises(ConfigurationError, match=r"Rank 1 .* only on rank 0"):
         scores.score(20, 500)
 
 

@@ -145,7 +145,7 @@ class Nameless:
         (None, r"None has no method factor"),
         (lambda norm, threshold: norm, "has no method factor"),
         (AbadiClipping, "pass an instance"),
-        (Nameless(), "Nameless has no repr of its own.*frozen dataclass"),
+        (Nameless(), "Nameless defines no __repr__.*frozen dataclass"),
     ],
 )
 def test_what_is_no_clipping_function_is_refused(wrong, message):

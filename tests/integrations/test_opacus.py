@@ -322,7 +322,7 @@ REFUSED = {
         "WeightedRandomSampler",
     ),
     "no loader": ({"loader": [1]}, "DataLoader"),
-    "batches of its own": (
+    "its own batches": (
         {"loader": DataLoader(DATA, batch_sampler=Pairs(SequentialSampler(DATA), 2, drop_last=False))},
         "batch sampler Pairs, which Poisson sampling would replace: give batch_size=",
     ),

@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "stream": (_streamed, "the dataloader must be Documents.Config"),
     "forgotten budget": (_set("checkpoint.exclude_from_loading", ["privacy"]), "exclude_from_loading=['privacy']"),
     "seed checkpoint": (_set("checkpoint.create_seed_checkpoint", True), "create_seed_checkpoint"),
-    "unknown data": (_set("dataloader.dataset", "none"), "dataset='none' is none of torchtitan's"),
+    "unknown data": (_set("dataloader.dataset", "none"), "dataset='none' is not a data set of torchtitan"),
 }
 
 

@@ -223,7 +223,7 @@ def test_what_packing_does_not_take_is_refused(options, match, tmp_path):
 
 
 def test_packing_takes_no_encoder_with_a_decoder(tmp_path):
-    with pytest.raises(ConfigurationError, match="no encoder with a decoder"):
+    with pytest.raises(ConfigurationError, match="not an encoder with a decoder"):
         trainer_of(t5(), tmp_path, packing=Packing(rows=1, tokens=9), max_steps=1).train()
 
 

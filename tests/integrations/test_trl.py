@@ -263,8 +263,8 @@ def test_dpo_trains_half_of_the_adapters_and_evaluates_between(tmp_path):
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"packing": True, "max_length": None}, "packing=True needs a length of rows.*or set max_length"),
-        ({"padding_free": True, "max_length": None}, "padding_free=True needs a length of rows"),
+        ({"packing": True, "max_length": None}, "packing=True needs the length of a row.*or set max_length"),
+        ({"padding_free": True, "max_length": None}, "padding_free=True needs the length of a row"),
         ({"loss_type": "dft"}, "loss_type='dft'"),
     ],
 )

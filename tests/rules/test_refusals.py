@@ -113,7 +113,7 @@ LAYOUTS = {
     "loop over samples": (
         by_samples,
         (P, D),
-        r"runs other functions on 3 samples than on 2 .*Python loop over samples",
+        r"runs different functions on 3 samples than on 2 .*Python loop over samples",
     ),
     "rank": (
         lambda m, x: F.linear(x.view(*[1] * len(x), *x.shape), m.w),
@@ -128,7 +128,7 @@ LAYOUTS = {
     "another course every time": (
         lambda m, x: x * m.w[next(counter) % 1000],
         (1000,),
-        r"runs other functions in every forward.*Remove control flow",
+        r"runs different functions in every forward.*Remove control flow",
     ),
 }
 

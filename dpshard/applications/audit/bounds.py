@@ -81,7 +81,9 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
     delta, with beta = P[X >= v], alpha = max_i (2 / i) P[v > X >= v - i], and X ~ Binomial(r, e^eps / (1 + e^eps)).
     """
     if not 0 <= right <= guesses <= canaries:
-        raise ConfigurationError(f"{right} right guesses of {guesses} about {canaries} canaries: impossible.")
+        raise ConfigurationError(
+            f"right={right}, guesses={guesses}, canaries={canaries}: each must be at most the next."
+        )
     chance = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(right - 1, guesses, chance))
     below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v > X >= v - i], i = 1, ...
@@ -131,7 +133,9 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
     scores, included = np.asarray(scores_m, np.float64), np.asarray(included_m, np.bool_)
     m = len(scores)
     if m < 2 or len(included) != m:
-        raise ConfigurationError(f"{m} scores for {len(included)} canaries: at least two, and one score for each.")
+        raise ConfigurationError(
+            f"{m} scores for {len(included)} canaries: give at least two canaries, and one score for each."
+        )
     order = np.argsort(np.where(np.isnan(scores), -np.inf, scores), kind="stable")
     halves = sorted({max(1, int(m * share / 2)) for share in GUESSED_SHARES})
     tried = ((2 * k, int(included[order[-k:]].sum() + (~included[order[:k]]).sum())) for k in halves)

@@ -42,7 +42,7 @@ SMALL_DELTA = 1e-10
 def toss_coins(canaries: int, secret: bytes) -> NDArray[np.bool_]:
     """Return the canaries that are in, bool [m]; `secret` is 32 bytes of `new_run_secret`, not the run's."""
     if not (is_count(canaries) and canaries >= 2):
-        raise ConfigurationError(f"canaries={canaries!r}: an audit needs at least two, better hundreds.")
+        raise ConfigurationError(f"canaries={canaries!r}: an audit needs at least 2, and hundreds prove more.")
     return RandomSource(secret).uniform(canaries) <= 0.5
 
 
@@ -111,7 +111,9 @@ class InputCanaries:
 
     def __init__(self, included_m: NDArray[np.bool_], x: Tensor, y: Tensor, loss: SampleLoss) -> None:
         if not len(included_m) == len(x) == len(y):
-            raise ConfigurationError(f"{len(included_m)} coins for {len(x)} inputs and {len(y)} targets of canaries.")
+            raise ConfigurationError(
+                f"{len(included_m)} coins for {len(x)} inputs and {len(y)} targets: give one of each per canary."
+            )
         self.included = included_m
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
         """Noisy sums along each canary's unit gradient over `noise_unit`, summed over steps, [m]."""

@@ -42,7 +42,9 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
         try:
             return pool.submit(function, *arguments).result()
         except BrokenProcessPool as error:
-            raise OutOfMemoryError("The measured process was killed, perhaps for lack of memory.") from error
+            raise OutOfMemoryError(
+                "The measured process was killed, perhaps because memory ran out. Measure a smaller batch."
+            ) from error
 
 
 def peak_of(make: Make) -> int:

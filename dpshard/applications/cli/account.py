@@ -144,7 +144,7 @@ def _answers(plan: Plan, accountants: Sequence[str] | None) -> list[Answer]:
 
 def _earlier(sigmas: Sequence[float], sample_size: int, rows_of_unit: int, *, of_known_length: bool) -> Counts:
     if sigmas and not of_known_length:
-        raise ConfigurationError("--earlier is for a run of known length: give --steps, --epochs or --phases.")
+        raise ConfigurationError("--earlier needs a run of known length: give --steps, --epochs or --phases.")
     # All samples of a unit move a release about all samples.
     return tuple((Release(sigma, 1.0, sample_size, max_rows_per_unit=rows_of_unit), 1) for sigma in sigmas)
 
@@ -169,7 +169,7 @@ def _unknown(**given: object) -> Any:
     unknown = [name for name, value in given.items() if value is None]
     if len(unknown) != 1:
         raise ConfigurationError(
-            "Give two of three; the third is computed: the length (--epochs, --steps or --phases), the noise "
+            "Give two of three, and dpshard computes the third: the length (--epochs, --steps or --phases), the noise "
             "(--noise-multiplier), the budget (--target-epsilon)."
         )
     return unknown[0]

@@ -117,7 +117,8 @@ def _check(plan: Mapping[str, Any]) -> None:
     for name, least in (("trials", trials), ("canaries", FEWEST_CANARIES)):
         if 0 < plan[name] < least:
             raise ConfigurationError(
-                f"{name}={plan[name]} proves nothing: take at least {least}, better hundreds, or 0 to skip this audit."
+                f"{name}={plan[name]} proves nothing: take at least {least}, preferably hundreds, or 0 to skip this "
+                f"audit."
             )
     if not plan["trials"] and not plan["canaries"]:
         raise ConfigurationError("trials=0 and canaries=0 leave nothing to audit: drop one of the two.")
@@ -139,7 +140,7 @@ def _attack(settings: TrainSettings, plan: dict[str, Any], ranks: Ranks) -> dict
     if not (by_canaries or plan["trials"]):
         raise ConfigurationError(
             f"sampling={settings.sampling!r}: a run with canaries is scored for Poisson samples only, and trials=0. "
-            f"Give --trials, better hundreds."
+            f"Give --trials, preferably hundreds."
         )
     if plan["canaries"] and not by_canaries and ranks.first:
         console.err.print(f"No run with canaries: it is scored for Poisson samples, not for {settings.sampling}.")

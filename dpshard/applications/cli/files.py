@@ -55,7 +55,7 @@ def load(settings: TrainSettings, agree: Agree) -> Data:
     if path.suffix not in (*readers, ".npz"):
         raise DataError(f"{path}: expected a folder of images, a {', '.join((*readers, '.npz'))} file, or hf:NAME.")
     if not path.is_file():
-        raise DataError(f"{path} does not exist.")
+        raise DataError(f"{path} does not exist: check the path.")
     return (
         _npz(path, settings, agree)
         if path.suffix == ".npz"
@@ -156,7 +156,7 @@ def _csv_rows(file: Any, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
     reader = csv.DictReader(file, delimiter=delimiter)
     names = [name.strip() for name in reader.fieldnames or ()]
     if "" in names or len(set(names)) < len(names):
-        raise ValueError("line 1: every column needs a name of its own (pandas writes an index without one)")
+        raise ValueError("line 1: every column needs its own name (pandas writes an index without one)")
     for row in reader:
         if None in row.values() or None in row:
             raise ValueError(f"line {reader.line_num}: the number of columns differs from the header")
@@ -184,7 +184,7 @@ def _parquet(path: Path) -> DataFrame:
     try:
         frame = pandas.read_parquet(path)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
-        raise DataError(f"{path} cannot be read: it is no Parquet file ({type(error).__name__}).") from None
+        raise DataError(f"{path} cannot be read: it is not a Parquet file ({type(error).__name__}).") from None
     if frame.empty:
         raise DataError(f"The data set is empty: {path} has no row.")
     frame.index = [f"row {number}" for number in range(len(frame))]

@@ -33,7 +33,7 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     samples = size(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:
         raise ConfigurationError(
-            f"objective='masked' is for texts without labels, and these data are others ({data.sample}): take --task "
+            f"objective='masked' needs texts without labels, but the data are others ({data.sample}): take --task "
             f"pydoc, or --data with a text column and no label column."
         )
     model = models.choose(data, settings.task) if settings.model == "auto" else settings.model

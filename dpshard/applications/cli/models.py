@@ -74,8 +74,8 @@ def _replace_unsupported(model: nn.Module, *, told_to: bool) -> None:
     listed = "; ".join(f"{name or 'the model'}: {what}" for name, what in replaced.items())
     if replaced and not told_to:
         raise ConfigurationError(
-            f"The model has layers that mix the samples of a batch, or keep statistics of them, so samples have no "
-            f"gradient of their own. --replace-unsupported replaces them ({listed}); or build the model without them."
+            f"The model has layers that mix the samples of a batch, or keep statistics of them, so no per-sample "
+            f"gradient exists. --replace-unsupported replaces them ({listed}); or build the model without them."
         )
     if replaced:
         console.out.print(f"Replaced {listed}")
@@ -88,7 +88,7 @@ def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
         digest.update(x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
     if len(set(ranks.gather(digest.hexdigest()))) > 1:
         raise ConfigurationError(
-            f"model={name!r} returned other weights on other ranks. Draw them from torch's generator, which "
+            f"model={name!r} returned different weights on different ranks. Draw them from torch's generator, which "
             f"--seed seeds, or read them from one file."
         )
 

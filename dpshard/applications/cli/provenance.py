@@ -38,7 +38,7 @@ def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: b
     if None not in (before, found) and before != found:
         raise RunFolderError(
             f"{settings.data or settings.task} has changed since the run started (fingerprint {str(before)[:12]}, now "
-            f"{str(found)[:12]}): a resumed run trains on the same data. Restore them, or start a new run."
+            f"{str(found)[:12]}): a resumed run must train on the same data. Restore them, or start a new run."
         )
     start = author() | {"code": commit(Path.cwd()), "python": platform.python_version()}
     write_json(folder.provenance, {**told, "data": before or found, "starts": [*told.get("starts", []), start]})
@@ -65,7 +65,7 @@ def read(folder: RunFolder) -> dict[str, Any]:
         for start in found.get("starts", []):
             datetime.fromisoformat(start["at"])
             if not all(start[name] is None or type(start[name]) is str for name in ("by", "code", "python")):
-                raise ValueError("a start is not told in words")
+                raise ValueError("the description of a start must be text")
         datetime.fromisoformat(found.get("finished", "2026-01-01"))
         return found
 
@@ -79,7 +79,7 @@ def weights_digest(folder: RunFolder, recorded: str | None) -> str | None:
     if None not in (found, recorded) and found != recorded:
         raise RunFolderError(
             f"{folder.model} is not the file that training wrote (SHA-256 {str(found)[:12]}, then "
-            f"{str(recorded)[:12]}): the report would speak of other weights. Restore it from a copy."
+            f"{str(recorded)[:12]}): the report would describe other weights. Restore it from a copy."
         )
     return found or recorded
 

@@ -118,7 +118,9 @@ def _encoded(
     if settings.group_column is not None:
         given.pop(settings.group_column, None)
     if target is not None and target.kind in ("date", "drop"):
-        raise ConfigurationError(f"The label {label!r} is no {target.kind}: give its classes, or bounds of a number.")
+        raise ConfigurationError(
+            f"The label {label!r} is not a {target.kind}: give its classes, or bounds of a number."
+        )
     labels = _complete(frame, label, source, blank=False)
     cells_N = numbers_of(frame[label])
     if target is None and np.isfinite(cells_N).all() and (cells_N % 1 != 0).any():
@@ -209,14 +211,14 @@ def _classes(labels: list[Any], target: Column | None) -> tuple[Tensor, list[str
         number = {name: index for index, name in enumerate(names)}
         found = [number.get(cell_name(label), -1) for label in labels]
         if -1 in found:
-            raise DataError("A label is none of the categories that --columns names: name all of them.")
+            raise DataError("--columns names categories of the label, but a row has another one: name all of them.")
         return torch.tensor(found), names
     y, count = class_numbers(labels)
     if count < 2:
         raise DataError("All rows have one label, so there is nothing to learn.")
     if count > MANY_CLASSES and 2 * count > len(labels):
         raise DataError(
-            f"The label has {count} values in {len(labels)} rows, as identifiers and free texts have. Labels count "
+            f"The label has {count} values in {len(labels)} rows, like an identifier or free text. Labels count "
             f"as public: name another --label-column, or the classes or bounds of this one in --columns."
         )
     by_number = dict(zip(y.tolist(), labels, strict=True))
@@ -263,7 +265,7 @@ def _complete(frame: DataFrame, column: str, source: str, *, blank: bool = True)
     if not blank:
         absent = absent | np.array([isinstance(cell, str) and not cell.strip() for cell in frame[column]])
     if absent.any():
-        raise DataError(f"{source}, {frame.index[int(absent.argmax())]}: no {column!r}.")
+        raise DataError(f"{source}, {frame.index[int(absent.argmax())]}: no {column!r}. Leave the row out, or fill it.")
     return frame[column].tolist()
 
 
@@ -271,5 +273,8 @@ def _numbers(frame: DataFrame, column: str, source: str) -> Any:
     numbers = numbers_of(frame[column])
     wrong = ~np.isfinite(numbers)
     if wrong.any():
-        raise DataError(f"{source}, {frame.index[int(wrong.argmax())]}: {column} is not a finite number.")
+        raise DataError(
+            f"{source}, {frame.index[int(wrong.argmax())]}: {column} is not a finite number. Leave the row out, or "
+            f"correct it."
+        )
     return numbers

@@ -192,6 +192,6 @@ def _conclude(folder: RunFolder, weights: dict[str, Any], result: dict[str, Any]
     try:
         plots.draw(folder)
     except Exception as error:  # noqa: BLE001 (a missing plot must not cost the report)
-        warnings.warn(f"There are no plots: {error}", stacklevel=2)
+        warnings.warn(f"No plot was drawn: {error}", stacklevel=2)
     result["model_sha256"] = hashlib.sha256(content.getbuffer()).hexdigest()
     final_report.write(folder, result)  # last: the report marks a finished run

@@ -253,7 +253,7 @@ class SearchFolder:
         """Return the search at `path`; raise RunFolderError if there is none."""
         folder = cls(path)
         if not folder.plan.is_file():
-            raise RunFolderError(f"{path} is no folder of a search: it has no {folder.plan.name}.")
+            raise RunFolderError(f"{path} is not the folder of a search: it has no {folder.plan.name}.")
         with intact(folder.plan, "restore it from a copy, or start a new search"):
             facts = json.loads(folder.plan.read_text("utf-8"))
             first, *others = (tuple((Release(**r), count) for r, count in run) for run in facts["runs"])
@@ -389,8 +389,8 @@ def _checked(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
         )
     if spent > compute_epsilon(counts, plan.target_delta, privacy["accountant"]):
         raise AccountingError(
-            "A trial repeated steps with other sums, so it cost more than the search accounts for: nothing is chosen. "
-            "Start a new search, and add its epsilon to that of this one."
+            "A trial repeated steps with other sums, so it cost more than the search accounts for: the search chooses "
+            "nothing. Start a new search, and add its epsilon to that of this one."
         )
     return report
 

@@ -117,7 +117,7 @@ class Meter(TorchDispatchMode):
             if name in _SILENT:
                 return
             raise ConfigurationError(
-                f"The plan cannot count the collective {name}: this model sends in a way it lacks."
+                f"The plan cannot count the collective {name}: the planner does not support it yet."
             )
         # The larger of inputs and outputs is the whole tensor.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]

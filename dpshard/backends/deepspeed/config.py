@@ -122,6 +122,6 @@ def _refuse_optimizer(optimizer: Any) -> None:
         )
     if "muon" in kind.__name__.lower():
         raise UnsupportedOptimizerError(
-            f"{kind.__name__}: DeepSpeed applies Muon to gradients before the optimizer's step, when the private "
-            f"gradient is not in place. Choose Adam or AdamW."
+            f"{kind.__name__}: DeepSpeed applies Muon to gradients before the private gradient is in place. Choose "
+            f"Adam or AdamW."
         )

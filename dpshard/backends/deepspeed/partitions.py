@@ -52,7 +52,7 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
         found = list(_stage_3(zero, rank) if stage_3 else _flattened(zero, rank))
     except (AttributeError, TypeError, IndexError) as error:
         raise ConfigurationError(
-            f"dpshard does not know how this version of DeepSpeed lays out its partitions ({error}). Use a version "
+            f"dpshard does not support how this version of DeepSpeed lays out its partitions ({error}). Use a version "
             f"that docs/sharding-deepspeed.md names."
         ) from error
     fragments: dict[str, Fragment] = {}

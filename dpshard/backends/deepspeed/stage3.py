@@ -127,7 +127,7 @@ class Zero3:
             if not is_gathered(p):
                 raise UnsupportedParameterError(
                     f"Backward needs a parameter of shape {tuple(p.ds_shape)} that ZeRO-3 has not gathered: a module "
-                    f"uses a parameter that another module owns. Tell DeepSpeed by "
+                    f"uses a parameter that another module owns. Call "
                     f"deepspeed.zero.register_external_parameter(module, parameter)."
                 )
             return p.data.as_strided(saved.size, saved.stride, p.data.storage_offset() + saved.offset)

@@ -101,7 +101,7 @@ def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
     if placement.is_shard() and parameter.shape[placement.dim] % ranks:
         raise ConfigurationError(
             f"{name}: dimension {placement.dim} of {tuple(parameter.shape)} has no equal parts on {ranks} ranks, so "
-            f"FSDP does not know which rows of the whole a rank holds. Choose a size that {ranks} divides."
+            f"the place of a rank's rows in the whole is unknown. Choose a size that {ranks} divides."
         )
 
 

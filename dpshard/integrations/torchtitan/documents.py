@@ -37,7 +37,9 @@ class Documents(BaseDataLoader):
     def __init__(self, config: Config, *, tokenizer: Any, seq_len: int, **_: Any) -> None:
         self.config, self.tokenizer, self.seq_len = config, tokenizer, seq_len
         if config.dataset not in DATASETS:
-            raise ConfigurationError(f"dataset={config.dataset!r} is none of torchtitan's: {', '.join(DATASETS)}.")
+            raise ConfigurationError(
+                f"dataset={config.dataset!r} is not a data set of torchtitan: {', '.join(DATASETS)}."
+            )
         known = DATASETS[config.dataset]
         self._rows, self._text_of = known.loader(config.dataset_path or known.path), known.sample_processor
         if not (hasattr(self._rows, "__len__") and hasattr(self._rows, "__getitem__")):

@@ -262,7 +262,7 @@ class _SecondRun(_Compared):
         if before is not None:
             return before
         raise BatchLayoutError(
-            f"The model runs other functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
+            f"The model runs different functions on {self.sizes[1]} samples than on {self.sizes[0]} (at "
             f"{function_name(func)}), so dpshard cannot tell which dimension carries the samples. "
             f"Remove control flow that depends on the batch size, such as a Python loop over samples."
         )

@@ -67,7 +67,7 @@ def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bo
     if wrong is None:
         return True
     warnings.warn(
-        f"The Triton kernel {wrong} computes wrongly on {device}, so torch computes what it would. Please report "
+        f"The Triton kernel {wrong} gives wrong results on {device}, so torch replaces it. Please report "
         f"this with the output of `dpshard doctor`. DPSHARD_TRITON=0 silences this warning.",
         stacklevel=2,
     )

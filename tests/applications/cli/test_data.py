@@ -132,7 +132,7 @@ def test_text_without_labels_is_for_a_language_model(tmp_path):
         ("x.jsonl", '{"text": "a", "label": 1}\n{"text": "b"}\n', r"x\.jsonl, line 2.*'label'"),
         ("x.npz", "no archive", "cannot be read"),
         ("x.jsonl", '{"text": "a", "label": [1]}\n', "label must be"),
-        ("x.parquet", "?", "no Parquet file"),
+        ("x.parquet", "?", "not a Parquet file"),
         ("x.xlsx", "?", "expected"),
     ],
 )

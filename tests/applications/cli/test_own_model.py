@@ -111,7 +111,7 @@ def test_ranks_must_begin_with_the_same_weights():
     model = nn.Linear(2, 2)
     alike, apart = (SimpleNamespace(gather=lambda own, other=other: [own, other or own]) for other in ("", "0"))
     models.require_equal(model, "nets.mine:plain", alike)  # type: ignore[arg-type]
-    with pytest.raises(ConfigurationError, match="other weights on other ranks"):
+    with pytest.raises(ConfigurationError, match="different weights on different ranks"):
         models.require_equal(model, "nets.mine:plain", apart)  # type: ignore[arg-type]
 
 

@@ -206,7 +206,7 @@ def test_labels_that_would_be_classes_by_accident_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="not whole"):
         load(resolve(written(tmp_path, frame, columns={"age": [0, 100]})))
     for kind in ("date", "drop"):
-        with pytest.raises(ConfigurationError, match=f"is no {kind}"):
+        with pytest.raises(ConfigurationError, match=f"is not a {kind}"):
             load(resolve(written(tmp_path, frame, columns={"label": kind})))
 
 
@@ -290,7 +290,7 @@ POISON = "POISON-4711"
     ("change", "columns", "said"),
     [
         ({"label": "no"}, {}, "nothing to learn"),
-        ({"label": [f"{POISON}-{i}" for i in range(60)]}, {}, "identifiers"),
+        ({"label": [f"{POISON}-{i}" for i in range(60)]}, {}, "identifier"),
         ({"label": ["no", "yes"] * 29 + ["yes", " "]}, {}, "line 61: no 'label'"),
         ({"pressure": [f"{i},5 {POISON}" for i in range(60)]}, {"pressure": [0, 300]}, "decimal comma"),
         ({"visit": [f"13.01.20{i}" for i in range(60)]}, {"visit": "date"}, "2026-01-31"),
@@ -337,7 +337,7 @@ def test_no_error_shows_the_first_row_of_a_file_without_a_header(tmp_path, separ
 @pytest.mark.parametrize("header", ["age,age,label", ",age,label", "age, age,label"])
 def test_columns_without_a_name_of_their_own_are_refused(tmp_path, header):
     (tmp_path / "x.csv").write_text(f"{header}\n1,2,yes\n3,4,no\n")
-    with pytest.raises(DpshardError, match="line 1: every column needs a name"):
+    with pytest.raises(DpshardError, match="line 1: every column needs its own name"):
         load(resolve({"data": str(tmp_path / "x.csv"), "feature_scale": 1}))
 
 

@@ -305,7 +305,7 @@ def test_a_plot_that_cannot_be_drawn_does_not_cost_the_report(tmp_path, monkeypa
 
     monkeypatch.setattr("dpshard.applications.cli.plots.save", full)
     told = dpshard("train", *QUICK, "--out", tmp_path / "run").stderr
-    assert re.search("There are no plots: .*No space left", told)
+    assert re.search("No plot was drawn: .*No space left", told)
     assert (tmp_path / "run" / "report.md").exists()
 
 

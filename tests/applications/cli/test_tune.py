@@ -310,7 +310,7 @@ def test_a_table_with_private_bounds_is_searched_within_the_budget(tmp_path, dps
         (["--search", "learning-rate=0.1,0.2", "--validation-fraction", "0"], "validation"),
         (["--search", "learning-rate=0.1,0.2", "--mean-runs", "1"], "mean_runs"),
         (["--resume", "x", "--steps", "3"], "leave the other options out"),
-        (["--resume", "x"], "no folder of a search"),
+        (["--resume", "x"], "not the folder of a search"),
     ],
 )
 def test_searches_that_cannot_be_are_refused(tmp_path, dpshard, options, message):
