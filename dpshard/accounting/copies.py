@@ -1,4 +1,4 @@
-"""The steps that were released, how often each, and what the copies of one step cost.
+"""Released steps, the number of copies of each, and the cost of the copies.
 
 [Note: Copies of a step share their batch]
 A step that is taken again draws the same samples: its batch is a function of run secret and step. So k releases of one

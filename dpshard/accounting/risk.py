@@ -1,4 +1,4 @@
-"""What a guarantee means in odds: bounds on an attacker who asks whether one record was trained on.
+"""A guarantee in odds: bounds on an attacker who asks whether one record was trained on.
 
 [Note: From epsilon and delta to odds]
 The attacker knows all other records. Let P be the outcome's distribution with the record, Q without it. A test accuses

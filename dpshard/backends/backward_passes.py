@@ -1,4 +1,4 @@
-"""Detects begin and end of backward passes."""
+"""Detects the start and the end of backward passes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Experts on several ranks, which each have samples of their own: rows go to the experts' ranks, and return.
+"""Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
 [Note: Rows of other ranks' samples]
 Each of W ranks has B samples. An expert meets rows of all W * B. Its records, norms and factors are of all of them;

@@ -1,4 +1,4 @@
-"""Finds out which part of its micro-batch a stage of torch.distributed.pipelining runs a forward on.
+"""Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
 A schedule splits a micro-batch into chunks, and runs forwards of later chunks before backwards of earlier ones. A stage
 behind the first one sees activations only, so the number of the chunk is all that says whose they are. It stands in the

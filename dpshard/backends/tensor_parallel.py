@@ -1,4 +1,4 @@
-"""`parallelize_module` without FSDP: parameters are DTensors over the ranks of one model, which are all ranks.
+"""`parallelize_module` without FSDP: parameters are DTensors, and all ranks hold one model.
 
 Clipped sums of a rank's parts go to `.grad` directly, as DTensors. There is one data rank, so nothing is reduced.
 """

@@ -1,4 +1,4 @@
-"""Flushing of folders; reasons of failed writes in words: a full disk, or a missing permission."""
+"""Flushes folders, and explains failed writes: a full disk, or a missing permission."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Notes of releases from all ranks: one writes them, and all wait for the disk."""
+"""Notes of releases from all ranks: one rank writes them, and all wait for the disk."""
 
 from __future__ import annotations
 

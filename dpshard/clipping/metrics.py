@@ -1,4 +1,4 @@
-"""Figures of one logical batch, for tuning and debugging: NOT private. None of it is covered by epsilon."""
+"""Figures of one logical batch, for tuning and debugging. NOT private: epsilon covers none of them."""
 
 from __future__ import annotations
 

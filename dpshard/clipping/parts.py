@@ -1,4 +1,4 @@
-"""What the tape asks of ranks that hold parts of one model."""
+"""Requests of the tape to ranks that hold parts of one model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Packed rows for Trainers: which packing their arguments ask for, and each document as their collator makes it.
+"""Packed rows for Trainers: the packing that their arguments ask for, and each document from their collator.
 
 [Note: Packing in a Trainer]
 A Trainer's own packing makes rows of several samples before sampling, and a row would be clipped as one sample. Here

@@ -1,4 +1,4 @@
-"""Losses of tokens outside the model, sample by sample, in place of the model's own mean over the tokens of a batch."""
+"""Losses of tokens outside the model, sample by sample, instead of the model's mean over all tokens of a batch."""
 
 from __future__ import annotations
 

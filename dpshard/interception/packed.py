@@ -1,4 +1,4 @@
-"""Packed rows: every token is a row of its own for the rules, and the tape adds tokens up by unit.
+"""Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
 
 [Note: Tokens as rows]
 Rules treat each of the N = R * T tokens of a stream as a sample with one position: an argument [R, T, ...] becomes

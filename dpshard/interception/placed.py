@@ -1,4 +1,4 @@
-"""Calls on DTensors: what torch's tensor and sequence parallelism makes of a function with parameters.
+"""Calls on DTensors, under torch's tensor and sequence parallelism.
 
 [Note: Placements of per-sample gradients]
 `parallelize_module` turns parameters and inputs into DTensors over the ranks that hold one model. The function runs on

@@ -1,4 +1,4 @@
-"""What underflow may hide of a sum; every norm includes it.
+"""A bound on the underflow of a sum; every norm includes it.
 
 [Note: Underflow]
 In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number. It rounds to few bits, or to

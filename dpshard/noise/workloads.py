@@ -1,4 +1,4 @@
-"""What the noise of a run adds up to, and the banded factorisation with the least of it. No torch in here.
+"""The total noise of a run, and the banded factorisation that minimises it. No torch in here.
 
 [Note: The noise in a model]
 SGD with momentum m turns gradients g into m_t = momentum * m_{t-1} + g_t, and decoupled weight decay shrinks the model

@@ -1,4 +1,4 @@
-"""Sums over records: never in half precision; no norm below what rounding and underflow hide."""
+"""Sums over records, never in half precision; norms include bounds on rounding and underflow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records in memory of their own, because they wait while others may write to what they were made of."""
+"""Records with their own memory: they wait while later code may overwrite their inputs."""
 
 from __future__ import annotations
 

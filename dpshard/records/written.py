@@ -1,4 +1,4 @@
-"""Whether a record's tensors were written after its norm was measured."""
+"""Detect writes to a record's tensors after its norm was measured."""
 
 from __future__ import annotations
 

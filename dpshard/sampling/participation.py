@@ -1,4 +1,4 @@
-"""Which samples took part when, by fingerprints: for batches in an order that the data set or the script decides.
+"""The last step of every sample, by fingerprints, for batches that the engine does not draw.
 
 [Note: Participation]
 Accounting of a fixed order assumes that a sample is in at most one of any `separation` consecutive steps ([Note: Ways

@@ -1,4 +1,4 @@
-"""The chain of a run: the keys of past noise, where the noise of a step depends on all sums before it.
+"""The keys of past noise, for runs in which the noise of a step depends on all sums before it.
 
 [Note: A chain of sums]
 Correlated noise of step t has vectors z_t, z_{t-1}, ..., drawn again from the keys of their steps. If the key of z_t

@@ -1,4 +1,4 @@
-"""Who is in the batches of a run: samples that the engine draws, streams, and loops of the user's own.
+"""Check the samples of a run's batches: drawn by the engine, from streams, or from the user's loops.
 
 In a fixed order, samples of a stream or of the user's own loop are known by their content ([Note: Participation] in
 sampling/participation.py), others by their index. A run has one kind of source, because another one could repeat

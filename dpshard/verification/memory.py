@@ -1,4 +1,4 @@
-"""Verify that a model keeps nothing of a sample that later samples meet.
+"""Verify that a model keeps nothing of a sample for later samples.
 
 [Note: Memory]
 Run one sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state

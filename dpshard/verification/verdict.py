@@ -1,4 +1,4 @@
-"""What ranks tell each other while they verify packed rows together.
+"""Messages between ranks that verify packed rows together.
 
 Where forwards gather parameters, every rank takes part in each forward of all others. If the rows of one rank show a
 fault, it must not leave the others waiting. So ranks say before each forward, and at the end, that all is well so far.

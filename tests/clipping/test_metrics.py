@@ -278,6 +278,6 @@ def test_that_they_are_not_private_is_said():
     assert "NOT private" in PrivacyEngine.metrics.__doc__
     import dpshard.clipping.metrics
 
-    assert "None of it is covered by epsilon" in dpshard.clipping.metrics.__doc__
+    assert "epsilon covers none of them" in dpshard.clipping.metrics.__doc__
     docs = Path(__file__).parents[2] / "docs"
     assert "engine.metrics()" in (docs / "privacy-model.md").read_text().split("## What epsilon does not cover")[1]

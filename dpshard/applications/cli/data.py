@@ -1,4 +1,4 @@
-"""`Data`: three splits and what a run must know of them, and the making of both."""
+"""The data of a run: three splits, and the facts that a run needs."""
 
 from __future__ import annotations
 

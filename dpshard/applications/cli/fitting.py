@@ -1,4 +1,4 @@
-"""Defaults of open settings, from only the kind and the size of the data."""
+"""Defaults for open settings; only the kind and the size of the data decide."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who trained on what, when, and with which code: recorded by `dpshard train`, told by `dpshard report`.
+"""Who trained on what, when, and with which code: `dpshard train` records it, `dpshard report` shows it.
 
 A fingerprint of the data is an exact function of them. With all other samples, an attacker can try out the last one, so
 epsilon does not cover fingerprints, and no public page shows them.

@@ -1,4 +1,4 @@
-"""What the page of `dpshard report` says: the values that report.html.jinja puts between the texts."""
+"""The values that report.html.jinja inserts into the page of `dpshard report`."""
 
 from __future__ import annotations
 

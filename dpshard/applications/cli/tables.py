@@ -1,4 +1,4 @@
-"""Tables as data of a run: rows of text, or of columns that are encoded.
+"""Tables as the data of a run: rows of text, or rows of encoded columns.
 
 [Note: Bounds of a run]
 Private bounds are a release. So the first process draws them once, from the training rows, and the run folder keeps

@@ -1,4 +1,4 @@
-"""What a run trains on: data that ship with Python and scikit-learn, or the user's files."""
+"""The data of a run: sets that ship with Python and scikit-learn, or the user's files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a run's reports, in one catalogue: report.en.yaml, or a translation of it with the same keys."""
+"""The texts of a run's reports, in one catalogue: report.en.yaml, or a translation with the same keys."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A private search: trials of random settings, as many as a secret draw says; only the best is published.
+"""A private search: a secret number of trials of random settings; only the best is published.
 
 [Note: What a search publishes]
 Each trial draws its settings from the candidates, trains by `dpshard train`, and is scored on held-out samples.

@@ -1,4 +1,4 @@
-"""Deep models, counted by shallow ones; see [Note: Extrapolation] in extrapolation.py."""
+"""Count deep models by shallow ones; see [Note: Extrapolation] in extrapolation.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a budget of epsilon and GPU-hours buys: batches, steps and noise, for models of several sizes."""
+"""The batches, steps and noise that a budget of epsilon and GPU-hours buys, for models of several sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables: what the command line and the estimators for scikit-learn share.
+"""Tables: code that the command line and the estimators for scikit-learn share.
 
 `columns.py`: what is public about each column. `statistics.py`: private bounds of the others. `encoding.py`: rows as
 numbers for a network. `networks.py`: networks that are good under noise. `objectives.py`: losses and scores. Needs

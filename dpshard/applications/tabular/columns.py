@@ -1,4 +1,4 @@
-"""What is public about the columns of a table: kinds, bounds and names of categories."""
+"""Public facts of a table's columns: kinds, bounds and names of categories."""
 
 from __future__ import annotations
 

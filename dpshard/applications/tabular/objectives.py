@@ -1,4 +1,4 @@
-"""What a table is learnt for: classes, or a number within public bounds.
+"""The target of a table: classes, or a number within public bounds.
 
 [Note: Weights and clipping]
 Automatic clipping scales every gradient to one norm, so a row that is right already pulls as hard as one that is wrong.

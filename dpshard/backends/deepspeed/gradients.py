@@ -1,4 +1,4 @@
-"""Reduction of clipped sums in place of DeepSpeed's, and their place in its optimizer."""
+"""Reduction of clipped sums instead of DeepSpeed's, and their place in its optimizer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From clipped sums to shards, in place of FSDP2's own reduction.
+"""From clipped sums to shards, instead of FSDP2's own reduction.
 
 [Note: From clipped sums to shards]
 Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The clipped sums of a unit (parameters that

@@ -1,4 +1,4 @@
-"""The documents that the engine draws, and how they become rows."""
+"""The documents that the engine draws, and their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is done to a model of torchtitan before it is parallelized, so that the engine can see through it."""
+"""Changes to a torchtitan model before it is parallelized, so that the engine sees its functions."""
 
 from __future__ import annotations
 

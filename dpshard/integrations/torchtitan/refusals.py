@@ -1,4 +1,4 @@
-"""What a private run refuses of torchtitan's settings."""
+"""Settings of torchtitan that a private run refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fingerprints of the rows that a loop of the user's own feeds, to know which samples take part.
+"""Fingerprints of the rows in a user's own loop, to identify the samples.
 
 A sample is one row, or unit of rows, of all inputs of a forward together; labels outside the model do not count. Rows
 are compared by at most WIDTH elements of each input, evenly spaced.

@@ -1,4 +1,4 @@
-"""Copies between the device and pinned memory, each on a stream of its own."""
+"""Copies between the device and pinned memory, each on its own stream."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compare records that left and returned with what they were, once on each GPU."""
+"""Compare returned records with the originals, once on each GPU."""
 
 from __future__ import annotations
 
