@@ -63,8 +63,8 @@ if TYPE_CHECKING:
 class PrivacyEngine:
     """Makes the training of `model` differentially private: clips each sample's gradient, adds noise, counts epsilon.
 
-    Any optimizer gets the gradient (sum_i C_i g_i + noise) / batch_size of one logical batch per step: g_i is the
-    gradient of sample i's own loss, C_i its clipping factor, noise_multiplier * max_grad_norm the noise's std.
+    Any optimizer gets (sum_i C_i g_i + noise) / batch_size, one logical batch per step. g_i is the gradient of sample
+    i's own loss, C_i its clipping factor. The noise has standard deviation noise_multiplier * max_grad_norm.
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
@@ -92,28 +92,29 @@ class PrivacyEngine:
         offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. True for all
             records, "auto" for those that do not fit, or the GiB of records that stay on the GPU. Needs a mode with one
             backward pass. Without effect on a CPU.
-        secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that its last bits reveal nothing;
-            else the device's generator draws it.
+        secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that last bits reveal nothing.
+            Otherwise the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
-        sampling: "poisson"; "balls-in-bins", each sample in one random step of each epoch; "fixed-order", each sample
-            once an epoch in one order, also from a stream or a loop of your own; or "cyclic-poisson", from groups in
-            turn, with BandMF. All but the first need one int as batch_size, the last two, and correlated noise, fixed
-            thresholds.
+        sampling: "poisson"; "balls-in-bins": each sample is in one random step of each epoch; "fixed-order": each
+            sample comes once an epoch in one order, also from a stream or your own loop; or "cyclic-poisson": groups
+            take turns, with BandMF. All but "poisson" need one int as batch_size. The last two and correlated noise
+            need fixed thresholds.
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
             noise. With "fixed-order", "balls-in-bins" or "cyclic-poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
             changes of the model.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
-        earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics:
-            epsilon covers them, and calibration leaves room for them.
+        earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics.
+            Epsilon and calibration include them.
         model_parallel_group: The ranks that hold parts of this model or of its samples, unless DTensors show it.
-            Or a group of this one rank: other ranks train other models.
-        model_parallel_parts: For a group of several ranks, what a rank holds, by patterns of parameter names (the first
-            that fits counts): a dimension, along which it has a part; "same": the parameter and its whole gradient;
-            "sum": the parameter and a term of its gradient; "samples": the parameter and samples of its own, beside
-            experts in parts along dimension 0; "stage": a parameter of a pipeline's stage. See docs/model-parallel.md.
+            A group of only this rank means that other ranks train other models.
+        model_parallel_parts: The part that each rank of a larger group holds, by patterns of parameter names (the first
+            match counts). A number: a part along this dimension. "same": the parameter and its whole gradient.
+            "sum": the parameter and a term of its gradient. "samples": the parameter, beside experts in parts along
+            dimension 0; each rank has its own samples. "stage": a parameter of a pipeline's stage. See
+            docs/model-parallel.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
@@ -271,9 +272,9 @@ class PrivacyEngine:
     def metrics(self) -> dict[str, float]:
         """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
-        loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
-        gradient_snr (norm of the clipped sum over expected norm of the noise; Anil et al. 2021, Sec. 5.2.1),
-        clipped_sum_norm, grad_norm/GROUP (mean), grad_norm_max/GROUP.
+        Keys are loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
+        gradient_snr, clipped_sum_norm, grad_norm/GROUP (mean) and grad_norm_max/GROUP. gradient_snr is the norm of the
+        clipped sum over the expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
         """
         return self._metrics.summary()
 
@@ -311,11 +312,11 @@ class PrivacyEngine:
         after each logical batch, also after an empty one.
         `packing` packs documents into rows of fixed length; `micro_batch_size` is then the largest number of documents
         in a micro-batch. See `dpshard.Packing`.
-        `steps` requests another number of logical batches: part of the run, or steps beyond the plan, for which
-        `target_epsilon` leaves no room. Other arguments are those of DataLoader. Raises DataError for a data set that
-        is empty, not map-style, or not of `sample_size`.
-        With sampling="fixed-order", `dataset` may also be an IterableDataset, the whole of it on every rank: each epoch
-        must yield the same `sample_size` samples, all different, in one order, and num_workers is at most 1.
+        `steps` requests another number of logical batches: part of the run, or steps beyond the plan, which exceed
+        `target_epsilon`. DataLoader defines the other arguments. Raises DataError for a data set that is empty, not
+        map-style, or not of `sample_size`.
+        With sampling="fixed-order", `dataset` may also be an IterableDataset, the whole of it on every rank. Each epoch
+        must yield the same `sample_size` samples, all different, in one order. num_workers is at most 1.
         """
         K = self.mechanism.rows_per_unit
         check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)

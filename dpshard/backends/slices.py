@@ -1,11 +1,11 @@
 """Slices: how the ranks of one model divide the sums of their terms.
 
-[Note: A reduction in two levels]
-Under context parallelism a sample's gradient is a sum of the ranks' terms, and must be summed before it is squared. A
-reduce-scatter over the model's ranks sums it, and leaves each rank a slice, whose squares add up as those of a part do.
-The factor scales the slice, and the data ranks sum slices alone. For n elements, C ranks of a model and D data ranks,
-the two levels send n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements from each rank: what one reduce-scatter over all
-ranks sends. FSDP may shard over all of them, or over the data ranks, whose shards the model's ranks then gather.
+[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms. It must be
+summed before it is squared. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice, whose
+squares add up as those of a part do. The factor scales the slice, and the data ranks sum slices alone. For n elements,
+C ranks of a model and D data ranks, the two levels send n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements from each
+rank. One reduce-scatter over all ranks sends as many. FSDP may shard over all of them, or over the data ranks, whose
+shards the model's ranks then gather.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""The clipped sums of a pipeline's stage, of which the data ranks have replicas or shards.
+"""The clipped sums of a pipeline's stage, which the data ranks hold as replicas or shards.
 
-[Note: Sums of a stage]
-A schedule runs a backward for each part of a micro-batch, and groups on several stages are clipped only after all of
-them. So no framework reduces in time: DistributedDataParallel does in the backward of the last part, FSDP2 when the
-schedule ends. The engine sums over the data ranks instead: replicas once in a logical batch, before the noise; shards
-after each step of the schedule, because whole sums take memory.
+[Note: Sums of a stage] A schedule runs a backward for each part of a micro-batch. Groups on several stages are clipped
+only after all of them. So no framework reduces in time: DistributedDataParallel does in the backward of the last part,
+FSDP2 when the schedule ends. The engine sums over the data ranks instead. It sums replicas once in a logical batch,
+before the noise. It sums shards after each step of the schedule, because whole sums take memory.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Checkpointer:
         The journal counts the releases of later steps: repeating a step with the same sums costs nothing more, but
         other sums are charged. Without the journal, pass `released`, the total number of released steps. Raises
         CheckpointError, before anything changes, if all checkpoints are damaged, or the newest sound one belongs to
-        another mechanism, model or optimizer; LogicalBatchError in the middle of a logical batch.
+        another mechanism, model or optimizer. Raises LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()

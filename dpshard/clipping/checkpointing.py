@@ -1,9 +1,8 @@
 """Selective activation checkpointing, which pairs the operators of a forward with those of its recomputation.
 
-[Note: Selective checkpointing]
-It returns the n-th kept output of an operator for the n-th call in the recomputation, so both must run the same
-operators. A token serves several uses, so `unseen()` hides its operators. Taps detach their output, which does not
-count.
+[Note: Selective checkpointing] For the n-th call of an operator in the recomputation, it returns the n-th kept output.
+So both must run the same operators. A token serves several uses, so `unseen()` hides its operators. Taps detach their
+output, which does not count.
 """
 
 from __future__ import annotations

@@ -10,12 +10,11 @@ from torch import Tensor
 class Parts(Protocol):
     """The ranks that hold the parts of one model; all of them see the same samples, in one order, unless `of_samples`.
 
-    [Note: Norms of parts]
-    Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the ranks. Every rank has
-    the same *whole*: the first rank counts it. Every rank has a *term* of a sum (over parts of a sequence): terms add
-    up before they are squared. Each rank then has a slice of the sum, if the user declares terms, or all of it, under
-    SequenceParallel. A sample's factor is computed from a norm that is bitwise equal on all ranks, so what the ranks
-    release is one vector, of at most the threshold's length.
+    [Note: Norms of parts] Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the
+    ranks. Every rank has the same *whole*: the first rank counts it. Every rank has a *term* of a sum (over parts of a
+    sequence): terms add up before they are squared. Each rank then has a slice of the sum, if the user declares terms,
+    or all of it, under SequenceParallel. A sample's factor comes from a norm that is bitwise equal on all ranks. So the
+    ranks release one vector, of at most the threshold's length.
     """
 
     size: int

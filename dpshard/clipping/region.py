@@ -1,8 +1,8 @@
 """The uses of one compiled region: all its slots come from one node, and their gradients arrive together.
 
-[Note: Rows of uses]
-Uses that can be recorded together form a row: they share the dummies of their slot, which the region cuts along the
-samples. So its code joins their records, and a region of many equal blocks has as many dummies as one block.
+[Note: Rows of uses] Uses that can be recorded together form a row. They share the dummies of their slot, which the
+region cuts along the samples. So its code joins their records, and a region of many equal blocks has as many dummies as
+one block.
 """
 
 from __future__ import annotations

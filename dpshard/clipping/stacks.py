@@ -1,9 +1,9 @@
 """Small uses of parameters that are recorded together when their anchor closes.
 
-[Note: Uses with equal recipes]
-The calls (on GPUs: launches) for a small use cost more than its arithmetic. But a model is made of equal blocks. So the
-tensors of a small use wait until its anchor closes, and all uses with equal recipes and sizes become one use of the
-samples of all: one record to make, to measure and to sum. Other uses are recorded as they arrive.
+[Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. But a model
+is made of equal blocks. So the tensors of a small use wait until its anchor closes. All uses with equal recipes and
+sizes become one use of the samples of all: one record to make, to measure and to sum. Other uses are recorded as they
+arrive.
 """
 
 from __future__ import annotations

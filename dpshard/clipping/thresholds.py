@@ -14,10 +14,9 @@ with fixed thresholds and noise multiplier sigma. Thresholds follow from release
 and the next step may depend on them (adaptive composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; several
 groups: He et al. 2022, arXiv:2212.01539.
 
-[Note: Noise of one count]
-The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal sums, equal noise] in
-noise/digest.py). If other ranks repeat the step and count a sample at its threshold differently, the sums and counts of
-this and all later steps get independent noise.
+[Note: Noise of one count] The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal
+sums, equal noise] in noise/digest.py). Other ranks may repeat the step, and count a sample at its threshold
+differently. Then the sums and counts of this and all later steps get independent noise.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Two backward passes through the model per backward of the loss: norms, then clipped sums; no records are kept.
 
-[Note: Two passes]
-The model's output is cut off from its inner graph. When `loss.backward()` reaches the cut, the inner graph runs twice
-with the same output gradient: first up to the anchors' tokens, to measure the records; then to the parameters, to
-weight them with the known factors. Each pass drops them at once. The factors act on the records, so the loss may be any
-function, and is never re-weighted. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
+[Note: Two passes] The model's output is cut off from its inner graph. When `loss.backward()` reaches the cut, the inner
+graph runs twice with the same output gradient. The first pass runs up to the anchors' tokens, and measures the records.
+The second runs to the parameters, and weights the records with the known factors. Each pass drops them at once. The
+factors act on the records, so the loss may be any function, and is never re-weighted. Goodfellow 2015,
+arXiv:1510.01799; Lee & Kifer 2020.
 """
 
 from __future__ import annotations

@@ -11,8 +11,8 @@ record is of the sample's gradient (see [Note: Norms of parts] in clipping/parts
     g whole, a whole, parameter whole                   the whole: biases of row-wise maps, replicated layers
     g and a in parts of the sequence, parameter whole   a term of a sum: normalisation under SequenceParallel
 
-Every other combination is refused. Where the output is a sum over ranks that is still to be taken, g is whole; autograd
-of DTensors promises no placement of g, so g is redistributed.
+Every other combination is refused. If the output is a pending sum over ranks, g is whole. Autograd of DTensors promises
+no placement of g, so g is redistributed.
 """
 
 from __future__ import annotations

@@ -20,11 +20,11 @@ def sample_losses(
 ) -> Tensor:
     """Return the cross-entropy [B] of each sample, float32 or wider.
 
-    Shapes: `logits` [B, T, C] with `labels` [B, T], or any number of dimensions between B and C, or
-    [B, C] with [B]. Positions with label `ignore_index` do not count. "sample-mean" divides by the
-    number of counted positions of the sample; a sample without any has loss 0. "sample-sum" does
-    not divide. `F.cross_entropy` divides by the tokens of the micro-batch: a sample's gradient then
-    depends on the length of other samples before clipping, and the noise does not cover that.
+    Shapes: `logits` [B, T, C] with `labels` [B, T], or any number of dimensions between B and C, or [B, C] with [B].
+    Positions with label `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the
+    sample; a sample without any has loss 0. "sample-sum" does not divide. `F.cross_entropy` divides by the tokens of
+    the micro-batch. A sample's gradient then depends on the length of other samples before clipping, and the noise does
+    not cover that.
 
     For a causal language model, pass `logits[:, :-1]` and `ids[:, 1:]`. Call backward() on the mean
     over the samples, or on the sum with `PrivacyEngine(loss_reduction="sum")`. Raises
@@ -56,8 +56,8 @@ def packed_cross_entropy(
     its own. `units` is the public number of units of a micro-batch: `micro_batch_size` of `engine.batches`. Call
     backward() on the mean, which divides by `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
 
-    A mean over the tokens of the rows would divide by the number of tokens that were drawn: a unit's gradient would
-    depend on the others before clipping. Raises ConfigurationError for other shapes.
+    A mean over the tokens of the rows would divide by the tokens drawn. A unit's gradient would depend on the others
+    before clipping. Raises ConfigurationError for other shapes.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     labels, unit_ids = (x[None] if x.dim() == 1 else x for x in (labels, unit_ids))

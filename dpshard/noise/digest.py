@@ -1,11 +1,10 @@
 """A keyed digest of the clipped sums; their noise is a function of it.
 
-[Note: Equal sums, equal noise]
-A step may be computed twice: after a crash, or after load_state_dict(). If its noise depended only on the step, and the
-second sum differed by its rounding, the noise would cancel in the difference of the two releases. So the noise depends
-on the sums, too. Equal sums have equal noise: a second publication of one value, at no cost. Other sums have
-independent noise: a second release, which is counted (accounting/history.py). Noise does not hide whether the two are
-equal. That depends on the data, unless everything else is equal as well.
+[Note: Equal sums, equal noise] A step may be computed twice: after a crash, or after load_state_dict(). Suppose its
+noise depended only on the step, and the second sum differed by rounding. Then the noise would cancel in the difference
+of the two releases. So the noise depends on the sums, too. Equal sums have equal noise: a second publication of one
+value, at no cost. Other sums have independent noise: a second release, which is counted (accounting/history.py). Noise
+does not hide whether the two are equal. That depends on the data, unless everything else is equal as well.
 
 [Note: A digest of the sums]
 The bits of all sums are words w of 32 bits; a flattened parameter lies in rows of WIDTH words. The digest has two lanes

@@ -1,27 +1,25 @@
 """Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
-[Note: Noise by the global element]
-A flattened parameter is cut into blocks of BLOCK elements; block k has the key derive_key(secret, "noise", step, name,
-k). A rank draws only the blocks that meet its elements. So, on any mesh and any number of ranks, shards of one
-parameter are independent, replicas of one shard are equal, and one secret gives the same noise. The engine derives the
-secret from the run's secret, the step and the sums ([Note: Equal sums, equal noise] in digest.py). The CPU draws
-normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The last bits of a logarithm or
-a cosine depend on the processor, on compiled code (native/) and on Triton.)
+[Note: Noise by the global element] A flattened parameter is cut into blocks of BLOCK elements; block k has the key
+derive_key(secret, "noise", step, name, k). A rank draws only the blocks that meet its elements. So one secret gives the
+same noise on any mesh and any number of ranks. Shards of one parameter are independent; replicas of one shard are
+equal. The engine derives the secret from the run's secret, the step and the sums ([Note: Equal sums, equal noise] in
+digest.py). The CPU draws normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The
+last bits of a logarithm or a cosine depend on the processor, on compiled code (native/) and on Triton.)
 
 [Note: Vectors drawn again]
 Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
 So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
 the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
-[Note: Secure noise]
-The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On significance of the
-least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and Muller's method
-and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals over sqrt(n). Its
-distribution is the same, but a test whether a float can be such a sum searches the random bits of all n, at a cost
-exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is one cosine again.)
-`secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and rounded
-to the dtype of the sum once, at the end: the 24 bits of a float32 show nothing of the 53 of the noise. With float64
-parameters only the search protects. Nothing is rejected, so the time depends only on the number of elements.
+[Note: Secure noise] The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On
+significance of the least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and
+Muller's method and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals
+over sqrt(n). Its distribution is the same, but a test whether a float can be such a sum searches the random bits of all
+n, at a cost exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is one cosine
+again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and
+rounded to the dtype of the sum once, at the end. The 24 bits of a float32 show nothing of the 53 of the noise. With
+float64 parameters only the search protects. Nothing is rejected, so the time depends only on the number of elements.
 
 [Note: Noise on a grid]
 `KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =

@@ -121,7 +121,7 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B, G] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|.
 
     Rounding is relative to the second [B, G]. By symmetry each block of positions meets only itself and, counted twice,
-    the blocks before it: about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
+    the blocks before it. So about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
     arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape

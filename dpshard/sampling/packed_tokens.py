@@ -1,9 +1,8 @@
 """Rows of packed samples: the unit of every token.
 
-[Note: Packed rows]
-A stream [R, T] holds whole units (documents) one after another, so its memory and time follow the tokens, not the
-longest unit. A unit is a run of tokens within one row; tokens of no unit are padding. Units of a micro-batch have the
-numbers 0, ..., U - 1. U is public, and so are R and T, so shapes do not depend on the draw.
+[Note: Packed rows] A stream [R, T] holds whole units (documents) one after another. So its memory and time follow the
+tokens, not the longest unit. A unit is a run of tokens within one row; tokens of no unit are padding. Units of a
+micro-batch have the numbers 0, ..., U - 1. U is public, and so are R and T, so shapes do not depend on the draw.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Read logical batches from a stream in its own order, which every epoch repeats.
 
-[Note: A stream in a fixed order]
-Step t takes the next B samples of a stream that begins anew after N. So a sample has floor(N / B) steps or more between
-its participations ([Note: A cyclic order] in orders.py), if every epoch of the stream has the same N samples in the
-same order. Its length is checked when it ends, the order at every step ([Note: Participation] in participation.py).
-Every rank reads the whole stream, and takes its slice of each logical batch. A run that resumes reads from the
-beginning of the epoch up to its place.
+[Note: A stream in a fixed order] Step t takes the next B samples of a stream that begins anew after N. So a sample has
+floor(N / B) steps or more between its participations ([Note: A cyclic order] in orders.py). This needs the same N
+samples in the same order in every epoch. Its length is checked when it ends, the order at every step ([Note:
+Participation] in participation.py). Every rank reads the whole stream, and takes its slice of each logical batch. A run
+that resumes reads from the beginning of the epoch up to its place.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check the samples of a run's batches: drawn by the engine, from streams, or from the user's loops.
 
-In a fixed order, samples of a stream or of the user's own loop are known by their content ([Note: Participation] in
-sampling/participation.py), others by their index. A run has one kind of source, because another one could repeat
-samples too early.
+In a fixed order, content identifies samples of a stream or of the user's own loop ([Note: Participation] in
+sampling/participation.py). The index identifies all others. A run has one kind of source, because another one could
+repeat samples too early.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ class OrderOfRun:
     def begin_release(self, step: int, *, own: bool) -> None:
         """Check the samples of the logical batch; `own`: the script fed it.
 
-        Raises LogicalBatchError for a loop whose samples cannot be accounted for, DataError for samples that come twice
-        or too early, and for a batch of another size.
+        Raises LogicalBatchError for a loop whose samples cannot be accounted for. Raises DataError for samples that
+        come twice or too early, and for a batch of another size.
         """
         if own:
             refuse_own_loop(self._mechanism.sampling)

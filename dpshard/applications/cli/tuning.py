@@ -6,10 +6,9 @@ Papernot and Steinke 2022, arXiv:2110.03620, bound the best trial's epsilon, if 
 distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret; when the
 search is done, their folders are removed. Candidates may differ in cost: the bound is that of the worst one.
 
-[Note: Private validation]
-Validation samples are no training samples. So one person is in the training, whose cost is that of the releases, or in
-the validation, whose cost is that of one noisy count of right answers: Gaussian, of sensitivity 1. Both are candidates
-of the search's bound: the score costs nothing more.
+[Note: Private validation] Validation samples are no training samples. So one person is in the training, at the cost of
+the releases, or in the validation. The validation costs one noisy count of right answers: Gaussian, of sensitivity 1.
+Both are candidates of the search's bound: the score costs nothing more.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ linearly (the messages of `engine.metrics()`).
 
 Memory at a place of the step is linear, too, if that place is counted from the first piece or from the last. So the
 added piece is taken twice: once to stand near the first of its equals, and once near the last. The pieces at both ends
-are followed by themselves, because FSDP gathers one unit ahead and holds less there. Batches that the release makes of
-small tensors, up to 32 MiB, are taken to grow on: the peak of an update may be too large by them, never too small.
+are followed by themselves, because FSDP gathers one unit ahead and holds less there. The count assumes that batches of
+small tensors (up to 32 MiB) in a release keep growing. So they may make the peak of an update too large, never too
+small.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The target of a table: classes, or a number within public bounds.
 
-[Note: Weights and clipping]
-Automatic clipping scales every gradient to one norm, so a row that is right already pulls as hard as one that is wrong.
-Where one class is rare, the others outvote it, with or without weights: of 2,000 rows, 8.7% of them rare, networks at
-epsilon 3 found 1% of the rare ones. Abadi's clipping leaves small gradients small: with weights it found 75 to 97%. So
-weighted classes take it.
+[Note: Weights and clipping] Automatic clipping scales every gradient to one norm. So a row that is right already weighs
+as much as a wrong one. If one class is rare, the others win, with or without weights. Of 2,000 rows, 8.7% of them rare,
+networks at epsilon 3 found 1% of the rare ones. Abadi's clipping leaves small gradients small: with weights it found 75
+to 97%. So weighted classes take it.
 """
 
 from __future__ import annotations

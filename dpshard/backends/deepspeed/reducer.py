@@ -1,10 +1,10 @@
 """Sums clipped sums over ranks, directly into each rank's fragments.
 
-[Note: Why DeepSpeed does not reduce]
-DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over ranks, divides by the accumulation steps,
-and re-applies a stale gradient if a parameter was not used (stage 3). Each would change the clipped sums. So they never
-become gradients of parameters: they are summed here during backward, in float32 or wider, and DeepSpeed's optimizer
-first sees them with their noise. After a failure, DeepSpeed's own gradient is zero.
+[Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over
+ranks, and divides by the accumulation steps. At stage 3 it re-applies a stale gradient if a parameter was not used.
+Each would change the clipped sums. So they never become gradients of parameters. This module sums them during backward,
+in float32 or wider. DeepSpeed's optimizer first gets them with their noise. After a failure, DeepSpeed's own gradient
+is zero.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """torchtitan's Trainer with private training.
 
-[Note: A Trainer on logical batches]
-torchtitan's Trainer trains on a stream of rows, in which documents lie one after another; its loss is a mean over all
-tokens of a step. A PrivateTrainer draws documents instead: a step is a logical batch of `engine.batches`, a document
-is a sample, and its loss is the mean over its own tokens. Parallelisms, checkpointing of activations, compile,
-optimizers, schedules, validation, metrics and checkpoints are torchtitan's own. What would change or hide gradients
-before the noise is refused by name.
+[Note: A Trainer on logical batches] torchtitan's Trainer trains on a stream of rows, in which documents lie one after
+another. Its loss is a mean over all tokens of a step. A PrivateTrainer draws documents instead. A step is a logical
+batch of `engine.batches`, a document is a sample, and its loss is the mean over its own tokens. Parallelisms,
+checkpointing of activations, compile, optimizers, schedules, validation, metrics and checkpoints are torchtitan's own.
+What would change or hide gradients before the noise is refused by name.
 """
 
 from __future__ import annotations
@@ -142,8 +141,8 @@ class PrivateTrainer(Trainer):
 def private(config: Trainer.Config, privacy: Privacy | None = None) -> PrivateTrainer.Config:
     """Return the config of a private run of `config`, which a function of a config registry returns.
 
-    It draws documents from the same data set, replaces the loss by the mean over each document's tokens, trains by
-    torch's DTensors (spmd_backend "partial_dtensor"), without CUDA graphs, and does not clip the private gradient.
+    It draws documents from the same data set, and replaces the loss by the mean over each document's tokens. It trains
+    by torch's DTensors (spmd_backend "partial_dtensor"), without CUDA graphs, and does not clip the private gradient.
     """
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(Trainer.Config)}
     loss, loader = config.loss, config.dataloader

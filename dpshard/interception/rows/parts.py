@@ -1,7 +1,7 @@
 """The rows of a micro-batch that a schedule hands to the model in parts: together they must be its samples, in order.
 
-A part knows only its own rows. A loop that reverses a padded micro-batch puts copies of the last sample into a part
-without padding, and its samples into one that is all padding.
+A part knows only its own rows. A loop may reverse a padded micro-batch. Then copies of the last sample reach a part
+without padding, and its samples a part that is all padding.
 """
 
 from __future__ import annotations

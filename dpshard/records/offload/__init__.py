@@ -15,9 +15,9 @@ All are waits of streams for events: the CPU waits for nothing, and never reads 
 lets the allocator decide when memory is free, so peaks repeat.
 
 A missing wait would sum other records than those whose norms are known. So nothing rests on the waits alone. At the
-first use of a GPU, trial.py compares records that returned with what left; if they differ, each wait is one of the CPU,
-too. And every record is compared by a checksum of its bits whenever it returns. If one differs, its sum is 0 on the
-device, and no release follows: it costs two reads of the record, where the copies take fifty times as long.
+first use of a GPU, trial.py compares returned records with the originals. If they differ, the CPU waits, too. And every
+record is compared by a checksum of its bits whenever it returns. If one differs, its sum is 0 on the device, and no
+release follows. This costs two reads of the record; the copies take fifty times as long.
 
 `spill.py`: which records leave. `storages.py`: what of them. `copies.py`: how. `pinned.py`: where to. `trial.py`:
 whether a GPU keeps the orders.
