@@ -92,7 +92,7 @@ QUESTIONS = {
     "Who made the scale?": "Scale: Ponomareva et al. 2023, How to DP-fy ML",
     "What is the exception?": r"Exception δ = 0\.00001 \(1 in 100,000\): for each record",
     "What is the worst for one person?": r"Belief afterwards: 50% \(1 to 1\) [\d.]+% \([\d.,]+ to 1\)",
-    "And if it was hardly suspected?": r"10% only\. Belief afterwards: 10% \(1 to 9\) [\d.]+% \(1 to [\d.]+\)",
+    "And if it was hardly suspected?": r"only 10%\. Belief afterwards: 10% \(1 to 9\) [\d.]+% \(1 to [\d.]+\)",
     "How often is it so bad?": r"For any one record, in at least 95 of 100 trainings, a belief of 50% becomes",
     "Can it fail?": r"exception, for each record: with a probability of at most 0\.0001 \(1 in 10,000, ten times δ\)",
     "How many are concerned?": r"Among 1,258 records, that is at most 0\.2 on average",
@@ -103,11 +103,11 @@ QUESTIONS = {
     "What are the other held-out records for?": r"359 for the final test, 180 to watch the training \(nothing was",
     "Who did it, when, and with what?": r"Jane Doe When \(UTC\) \d{{4}}-\d\d-\d\d .* dpshard \d\.\d\.\d, torch",
     "Did somebody try to break it?": r"2 attacks of dpshard audit .*, by Eve on 2026-11-24: none proved more",
-    "What are the attacks worth?": "This finds faults of the program; it proves no protection",
-    "Were trials counted?": "Each one, trials included, costs privacy of its own",
-    "Are there other models?": "This report knows of this run only",
-    "Was something learned before?": "As far as this run knows: none",
-    "Is the model anonymous by law?": "Judgements of law, such as whether the model is personal data",
+    "What are the attacks worth?": "This finds faults of the program; it does not prove protection",
+    "Were trials counted?": "Each of them, also each trial, costs more privacy",
+    "Are there other models?": "This report covers only this run",
+    "Was something learned before?": "This run recorded none",
+    "Is the model anonymous by law?": "Legal questions, such as whether the model is personal data",
     "How good is the model?": r"How good it is [\d.]+% right",
     "How do I check a file?": "compute its SHA-256: sha256sum FILE prints it",
     "With what do I compare it?": r'Compare it with "Model file" and "Data fingerprint" in the table "Who trained what',
@@ -117,7 +117,7 @@ QUESTIONS = {
     "What if a person withdraws?": r'does not forget the record\. The table "What may an attacker find out about one',
     "May I pass this on?": "Do not pass this report on",
     "Where do I sign, and what do the words mean?": "At the end: Words .* Signatures and purpose",
-    "What if a check fails?": "do not use the model until that is explained",
+    "What if a check fails?": "do not use the model until the cause is found",
 }
 
 
@@ -192,7 +192,7 @@ def test_one_time_is_not_printed_twice(finished, public, shown):
 
 
 def test_a_run_outside_of_a_repository_says_so():
-    assert "the folder was no git checkout" in report_page._code([], texts.english())
+    assert "the folder was not a git checkout" in report_page._code([], texts.english())
 
 
 def test_units_are_named_and_counted(dpshard, tmp_path):
@@ -204,7 +204,7 @@ def test_units_are_named_and_counted(dpshard, tmp_path):
     assert "All records of one unit together: one patient, up to 2 rows in a step, one of 14 units" in said
     assert "Of a unit with more than 2 records, a step uses 2" in said
     assert "14 units for training, with all their records; held out: 12" in said
-    assert "As far as this run knows: bounds of columns" in said
+    assert "This run recorded bounds of columns" in said
 
 
 @pytest.mark.parametrize(
