@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from benchmarks.workloads import POOL, Workload, loss
 from dpshard.applications.benchmark import NonPrivate, Privacy, Private, Spread, Subject, interleave, paired_ratio
 from dpshard.applications.benchmark.training import Training
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 
 PROGRAMS = ("eager", "whole", "blocks")
 """Nothing compiled, the whole model, or each block by `block.compile()`."""
@@ -49,7 +49,7 @@ def measure(
 ) -> dict[str, Any]:
     """Return times and counts of a step on one thread, of every style in every program, as plain figures."""
     for name in programs:
-        check_choice("program", name, list(PROGRAMS))
+        require_choice("program", name, list(PROGRAMS))
     torch.compiler.reset()  # of several depths each begins without compiled code
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

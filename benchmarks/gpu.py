@@ -20,7 +20,7 @@ from benchmarks import results_files, tables
 from benchmarks.contenders import BASELINE
 from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.run_folder import write_atomically
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def find(names: Sequence[str]) -> list[Part]:
     """Return the named parts, or all. Raises ConfigurationError for an unknown name."""
     by_name = {part.name: part for part in PARTS}
     for name in names:
-        check_choice("part", name, list(by_name))
+        require_choice("part", name, list(by_name))
     return [by_name[name] for name in names] or list(PARTS)
 
 

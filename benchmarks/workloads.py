@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks import models
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 from dpshard.errors import ConfigurationError
 
 POOL = 8
@@ -70,7 +70,7 @@ class Workload:
 
     def resized(self, axis: str, value: int) -> Workload:
         """Return the workload with another size along an axis of AXES. Raises ConfigurationError without that axis."""
-        check_choice("axis", axis, list(AXES))
+        require_choice("axis", axis, list(AXES))
         if value < 1:
             raise ConfigurationError(f"{axis}={value}: a size is at least 1.")
         if axis == "B":
@@ -160,5 +160,5 @@ one of the shape of Llama 3.2 1B at T = 1024 and 4096."""
 def find(name: str, *, tiny: bool = False) -> Workload:
     """Return a workload by name. Raises ConfigurationError, which lists them, for an unknown name."""
     known = WORKLOADS | GPU_WORKLOADS
-    check_choice("workload", name, list(known))
+    require_choice("workload", name, list(known))
     return known[name].at_tiny_size() if tiny else known[name]

@@ -18,7 +18,7 @@ from benchmarks import results_files
 from benchmarks.workloads import Workload
 from dpshard.applications.benchmark import Spread, paired_ratio
 from dpshard.applications.cli.plan import parse_clipping
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 from dpshard.errors import ConfigurationError, DpshardError
 
 STAGES = ("ddp", "zero1", "fsdp2-kept", "fsdp2", "deepspeed-1", "deepspeed-2", "deepspeed-3")
@@ -56,7 +56,7 @@ def measure(
     Raises ConfigurationError for unknown stages and clippings, DpshardError with its output if a rank fails.
     """
     for stage in stages:
-        check_choice("stage", stage, STAGES)
+        require_choice("stage", stage, STAGES)
     for clipping in clippings:
         parse_clipping(clipping)
     if setting.precision not in ("fp32", "bf16"):

@@ -91,8 +91,8 @@ class BatchSchedule:
                     "Give exactly one of epochs= and steps=: accounting needs the length of the run."
                 )
             if isinstance(batch_size, int) and epochs is not None:
-                check_positive("batch_size", batch_size)
-                check_positive("epochs", epochs)
+                require_positive("batch_size", batch_size)
+                require_positive("epochs", epochs)
                 per_epoch = sample_size / batch_size
                 if sampling == "balls-in-bins":
                     per_epoch = steps_of_epoch(sample_size, batch_size)
@@ -140,13 +140,13 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
             raise ConfigurationError(f"steps={steps!r}: it must be an int, and a run has at least one step.")
         return tuple(size_of(step) for step in range(steps))
     assert epochs is not None  # the caller checks that one of the two is given
-    check_positive("epochs", epochs)
+    require_positive("epochs", epochs)
     wanted, drawn = epochs * sample_size, 0.0
     sizes: list[int] = []
     # Round half up: add a step while it brings the expected number of samples closer to the wanted one.
     while not sizes or drawn + size_of(len(sizes)) / 2 <= wanted:
         sizes.append(size_of(len(sizes)))
-        check_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
+        require_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
         drawn += sizes[-1]
     return tuple(sizes)
 
@@ -219,19 +219,19 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
-def check_choice(name: str, value: object, choices: Sequence[object]) -> None:
+def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
     """Raise ConfigurationError unless `value` is one of `choices`."""
     if value not in choices:
         raise ConfigurationError(f"{name}={value!r} is unknown; choose one of {list(choices)}.")
 
 
-def check_positive(name: str, value: float) -> None:
+def require_positive(name: str, value: float) -> None:
     """Raise ConfigurationError unless `value` is a finite number above zero."""
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name}={value!r}: it must be a finite number above 0, an int or a float.")
 
 
-def check_rows_per_unit(rows: object) -> None:
+def require_rows_per_unit(rows: object) -> None:
     """Raise ConfigurationError unless `rows` is a positive int."""
     if not is_count(rows):
         raise ConfigurationError(f"rows_per_unit={rows!r}: give the number of rows of a unit, an int of at least 1.")
@@ -246,15 +246,15 @@ def refuse_units(settings: Mapping[str, Any], where: str) -> None:
         )
 
 
-def check_probability(name: str, value: float) -> None:
+def require_probability(name: str, value: float) -> None:
     """Raise ConfigurationError unless `value`, a delta, is strictly between 0 and 1."""
     if not (is_number(value) and 0 < value < 1):
         raise ConfigurationError(f"{name}={value!r}: delta is a probability, strictly between 0 and 1.")
 
 
-def check_delta(target_delta: float, sample_size: int) -> None:
+def require_delta(target_delta: float, sample_size: int) -> None:
     """Raise ConfigurationError unless 0 < delta < 1; warn if delta is 1/N or more."""
-    check_probability("target_delta", target_delta)
+    require_probability("target_delta", target_delta)
     if target_delta >= 1 / sample_size:
         warnings.warn(
             f"target_delta={target_delta:g} is at least 1/N = {1 / sample_size:g}: at such a delta a mechanism that "
@@ -263,13 +263,13 @@ def check_delta(target_delta: float, sample_size: int) -> None:
         )
 
 
-def check_choices(
+def require_choices(
     accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
 ) -> None:
     """Raise ConfigurationError unless these settings of the engine are ones that it has."""
-    check_choice("accountant", accountant, get_args(AccountantName))
-    check_choice("loss_reduction", loss_reduction, get_args(LossReduction))
-    check_choice("on_budget", on_budget, ("raise", "continue"))
-    check_choice("secure_mode", secure_mode, (False, True))
-    check_choice("noise", noise, get_args(NoiseName))
-    check_choice("verify", verify, (False, True))
+    require_choice("accountant", accountant, get_args(AccountantName))
+    require_choice("loss_reduction", loss_reduction, get_args(LossReduction))
+    require_choice("on_budget", on_budget, ("raise", "continue"))
+    require_choice("secure_mode", secure_mode, (False, True))
+    require_choice("noise", noise, get_args(NoiseName))
+    require_choice("verify", verify, (False, True))

@@ -21,7 +21,7 @@ from dpshard.checkpoint.facts import Facts
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
-from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, check_tracking
+from dpshard.clipping.thresholds import QuantileTracking, Thresholds, TrackedThresholds, require_tracking
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -32,8 +32,8 @@ from dpshard.config import (
     NoiseName,
     OffloadRecords,
     SamplingName,
-    check_choices,
     parse_clipping_mode,
+    require_choices,
 )
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.interception import Interception, Run
@@ -44,9 +44,9 @@ from dpshard.rules.call import Source
 from dpshard.sampling import (
     PackedTokens,
     Packing,
-    check_feed,
-    check_packing,
     parse_cap,
+    require_feed,
+    require_packing,
 )
 from dpshard.step import optimizer_hook
 from dpshard.step.collector import Collector
@@ -153,8 +153,8 @@ class PrivacyEngine:
         model_parallel_group: ProcessGroup | None = None,
         model_parallel_parts: Mapping[str, int | Literal["same", "sum", "samples", "stage"]] | None = None,
     ) -> None:
-        _check(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
-        check_tracking(adaptive_clipping, max_grad_norm, noise)
+        _require_arguments(model, accountant, loss_reduction, on_budget, secure_mode, noise, verify)
+        require_tracking(adaptive_clipping, max_grad_norm, noise)
         plan = BatchSchedule.parse(batch_size, sample_size=sample_size, epochs=epochs, steps=steps, sampling=sampling)
         execution = parse_clipping_mode(clipping_mode, offload_records=offload_records)
         function = parse_clipping_fn(clipping_fn)
@@ -164,7 +164,7 @@ class PrivacyEngine:
         self._backend = backend = choose(model, model_parallel_group, model_parallel_parts)
         with ExitStack() as undo:
             undo.callback(backend.detach)
-            backend.sharding.check_trainable(clipping_mode, backward_passes=execution.backward_passes)
+            backend.sharding.require_trainable(clipping_mode, backward_passes=execution.backward_passes)
             groups = backend.partition(clipping_style, max_grad_norm)
             mechanism = asked(
                 schedule=plan,
@@ -319,9 +319,9 @@ class PrivacyEngine:
         must yield the same `sample_size` samples, all different, in one order. num_workers is at most 1.
         """
         K = self.mechanism.rows_per_unit
-        check_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
+        require_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
         plain = {"verify": self._verify, "pad": pad, "collate_fn": collate_fn is None, "rows_per_unit": K == 1}
-        check_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
+        require_packing(packing, micro_batch_size, self.mechanism.sample_size, plain)
         collate_fn = verified_collation(collate_fn, K) if self._verify else collate_fn
         reading: Any = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, "pin_memory": pin_memory}
         reading |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
@@ -462,7 +462,7 @@ class PrivacyEngine:
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before, same_run = self.step, secret == self._secret
-        self._order.check_state(order, account["ledger"]["steps"])
+        self._order.require_saved_order(order, account["ledger"]["steps"])
         self._noise.load_state_dict(noise, account["ledger"]["steps"])
         self._thresholds.load_state_dict(thresholds)
         self._order.load_state_dict(order)
@@ -496,6 +496,6 @@ class PrivacyEngine:
             self._verifier.before_forward(self._interception.replay, run, kind)
 
 
-def _check(model: Any, *choices: Any) -> None:
-    optimizer_hook.check_model(model)
-    check_choices(*choices)
+def _require_arguments(model: Any, *choices: Any) -> None:
+    optimizer_hook.require_model(model)
+    require_choices(*choices)

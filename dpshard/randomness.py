@@ -45,18 +45,18 @@ def derive_key(secret: bytes, *context: str | int) -> bytes:
     Parts are encoded with type and length, so the encoding is unique: ("a", "b") differs from ("ab",), 1 from "1".
     Raises ConfigurationError for a secret of the wrong length.
     """
-    _check(secret)
+    _require_secret(secret)
     return hmac.digest(secret, b"".join(map(_encode, context)), "sha256")
 
 
 def derive_keys(secret: bytes, context: Sequence[str | int], endings: Iterable[Sequence[str | int]]) -> list[bytes]:
     """Return derive_key(secret, *context, *ending) for each of `endings`, faster."""
-    _check(secret)
+    _require_secret(secret)
     begin = b"".join(map(_encode, context))
     return [hmac.digest(secret, begin + _encode_all(*ending), "sha256") for ending in endings]
 
 
-def _check(secret: bytes) -> None:
+def _require_secret(secret: bytes) -> None:
     if len(secret) != SECRET_BYTES:
         raise ConfigurationError(
             f"A run secret has {SECRET_BYTES} bytes, got {len(secret)}: make one with new_run_secret()."

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -62,6 +63,43 @@ def test_no_file_is_longer_than_330_lines_of_code() -> None:
 def test_the_house_has_at_most_ten_loose_modules() -> None:
     loose = [file.name for file in LIBRARY.glob("*.py") if not file.name.startswith("__")]
     assert len(loose) <= 10, loose
+
+
+def misnamed(function: ast.FunctionDef) -> bool:
+    """require_x raises unless x, refuse_x raises if x, and the docstring says so; `check` says neither."""
+    verb = re.match(r"_*(require|refuse|check|checked)(_|$)", function.name)
+    if verb is None:
+        return False
+    told = (ast.get_docstring(function) or "").partition("\n\n")[0]
+    says_unless = re.search(r"\bunless\b", told) is not None
+    return verb[1].startswith("check") or (bool(told) and says_unless != (verb[1] == "require"))
+
+
+def test_require_raises_unless_and_refuse_raises_if() -> None:
+    assert not [
+        f"{file.relative_to(ROOT)}:{node.lineno} {node.name}"
+        for file in FILES
+        for node in functions(file)
+        if misnamed(node)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("source", "wrong"),
+    [
+        ('def require_x(): "Raise E unless x."', False),
+        ('def refuse_x(): "Raise E if x."', False),
+        ("def _require_x(): pass", False),
+        ('def require_x(): "Raise E if x."', True),
+        ('def _refuse_x(): "Raise E unless x."', True),
+        ("def _check(): pass", True),
+        ("def checkpoint(): pass", False),
+    ],
+)
+def test_a_wrong_verb_is_noticed(source: str, wrong: bool) -> None:
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    assert misnamed(function) == wrong
 
 
 def walk() -> list[tuple[str, str]]:

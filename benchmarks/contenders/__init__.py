@@ -16,7 +16,7 @@ from benchmarks.contenders.opacus import Opacus
 from benchmarks.contenders.ours import Dpshard, Ordinary
 from benchmarks.contenders.vmap import Vmap
 from dpshard.clipping.groups import STYLES
-from dpshard.config import CLIPPING_MODES, check_choice
+from dpshard.config import CLIPPING_MODES, require_choice
 from dpshard.errors import ConfigurationError
 
 BASELINE = "nonprivate"
@@ -71,14 +71,14 @@ def make(name: str, task: Task) -> Contender:
 def _parse(name: str) -> tuple[str, list[str], bool]:
     core, plus, flag = name.partition("+")
     kind, *arguments = core.split(":")
-    check_choice("contender", kind, list(_KINDS))
+    require_choice("contender", kind, list(_KINDS))
     if plus and (flag != "compile" or kind not in _COMPILED):
         raise ConfigurationError(f"contender={name!r}: +compile goes only with {', '.join(_COMPILED)}.")
     if len(arguments) > {"dpshard": 2, "opacus": 1, "jax": 1}.get(kind, 0):
         raise ConfigurationError(f"contender={name!r} has too many parts: {__doc__.splitlines()[2]}")
     if kind == "dpshard":
         for what, value, known in zip(("style", "mode"), arguments, (STYLES, CLIPPING_MODES), strict=False):
-            check_choice(what, value, list(known))
+            require_choice(what, value, list(known))
     return kind, arguments, bool(plus)
 
 

@@ -16,7 +16,7 @@ from benchmarks.contenders.contender import Contender, Task
 from benchmarks.contenders.extras import needed
 from benchmarks.feed import PoissonFeed
 from dpshard.applications.benchmark import Batch
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 
 
 class Jax(Contender):
@@ -25,7 +25,7 @@ class Jax(Contender):
     in_torch = False
 
     def __init__(self, task: Task, mode: str = "masked") -> None:
-        check_choice("jax", mode, ["masked", "nonprivate"])
+        require_choice("jax", mode, ["masked", "nonprivate"])
         needed("jax", extra="jax")
         import jax
 

@@ -13,7 +13,7 @@ from benchmarks.contenders.extras import needed
 from benchmarks.feed import PoissonFeed
 from benchmarks.workloads import per_sample_loss
 from dpshard.applications.benchmark import Batch
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 
 
 class _MaskedLoss:
@@ -30,7 +30,7 @@ class Opacus(Contender):
     """Opacus with `hooks` (GradSampleModule) or `ghost` (fast gradient clipping with ghost norms)."""
 
     def __init__(self, task: Task, mode: str = "hooks") -> None:
-        check_choice("opacus", mode, ["hooks", "ghost"])
+        require_choice("opacus", mode, ["hooks", "ghost"])
         needed("opacus", extra="bench")
         from opacus.grad_sample import GradSampleModule, GradSampleModuleFastGradientClipping
         from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping

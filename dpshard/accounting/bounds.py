@@ -10,35 +10,35 @@ from typing import NamedTuple, get_args
 
 from dpshard.accounting.releases import Counts, Release
 from dpshard.accounting.search import Search
-from dpshard.config import AccountantName, check_choice, check_delta, check_probability
+from dpshard.config import AccountantName, require_choice, require_delta, require_probability
 from dpshard.errors import AccountingError, ConfigurationError
 
 
-def check_accountant(name: str) -> None:
-    """Raise ConfigurationError for an unknown accountant; warn once about "gdp"."""
-    check_choice("accountant", name, get_args(AccountantName))
+def require_accountant(name: str) -> None:
+    """Raise ConfigurationError unless dpshard has the accountant; warn once about "gdp"."""
+    require_choice("accountant", name, get_args(AccountantName))
     if name == "gdp":
         _warn_of_gdp()
 
 
-def check_supported(release: Release, accountant: str) -> None:
+def require_supported(release: Release, accountant: str) -> None:
     """Raise AccountingError unless `accountant` can analyse `release`."""
     if release.allocated_steps is not None:
-        _check_allocation(release, accountant)
+        _require_allocation(release, accountant)
     if release.max_rows_per_unit > 1:
-        _check_units(release, accountant)
+        _require_units(release, accountant)
     if release.discretized_elements is not None:
-        _check_discrete(release, accountant)
+        _require_discrete(release, accountant)
     if release.max_batch_size is not None and not accountant.startswith("pld"):
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse Poisson batches with a cap (max_batch_size="
             f"{release.max_batch_size}): take accountant='pld', or drop the cap."
         )
     if release.max_batch_size is not None:
-        _mathematics().check_truncation()
+        _mathematics().require_truncation()
 
 
-def _check_allocation(release: Release, accountant: str) -> None:
+def _require_allocation(release: Release, accountant: str) -> None:
     if not accountant.startswith("pld"):
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse random allocation (sampling='balls-in-bins'): take "
@@ -51,7 +51,7 @@ def _check_allocation(release: Release, accountant: str) -> None:
         )
 
 
-def _check_units(release: Release, accountant: str) -> None:
+def _require_units(release: Release, accountant: str) -> None:
     if not accountant.startswith("pld"):
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse units of several samples (max_rows_per_unit="
@@ -64,7 +64,7 @@ def _check_units(release: Release, accountant: str) -> None:
         )
 
 
-def _check_discrete(release: Release, accountant: str) -> None:
+def _require_discrete(release: Release, accountant: str) -> None:
     if accountant != "rdp":
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'): "
@@ -82,7 +82,7 @@ def _check_discrete(release: Release, accountant: str) -> None:
         )
 
 
-def check_search(accountant: str) -> None:
+def require_search(accountant: str) -> None:
     """Raise AccountingError unless `accountant` can analyse a search over runs."""
     if accountant != "rdp":
         raise AccountingError(
@@ -123,8 +123,8 @@ def compute_bound(
     "pld" takes the figure of "rdp" where it is smaller. With `search`, the figure is that of the search's outcome
     (accountant "rdp" only). Warns of a delta that is too large.
     """
-    check_accountant(accountant)
-    check_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
+    require_accountant(accountant)
+    require_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
     return bound_of(releases, target_delta, accountant, search)
 
 
@@ -141,14 +141,14 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
     of the outcome. Raises ConfigurationError for an impossible delta, AccountingError for a release or a search that
     the accountant cannot analyse.
     """
-    check_probability("delta", delta)
+    require_probability("delta", delta)
     if not isinstance(search, Search | None):
         raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
     if search is not None:
-        check_search(accountant)
+        require_search(accountant)
     runs = (counts,) if search is None else (counts, *search.others)
     for release, _ in sum(runs, ()):
-        check_supported(release, accountant)
+        require_supported(release, accountant)
     if not counts:
         return Bound(0.0, accountant)
     if any(release.noise_multiplier == 0 for release, _ in sum(runs, ())):

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from dpshard.accounting.bounds import check_supported
+from dpshard.accounting.bounds import require_supported
 from dpshard.accounting.calibration import calibrate
 from dpshard.accounting.history import History
 from dpshard.accounting.ledger import PrivacyLedger
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.accounting.releases import Release, rounded_up
-from dpshard.config import check_delta, is_number
+from dpshard.config import is_number, require_delta
 from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
@@ -150,11 +150,11 @@ def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanis
             mechanism, target_epsilon=target_epsilon, target_delta=target_delta, accountant=mechanism.accountant
         )
     assert noise_multiplier is not None
-    check_delta(target_delta, mechanism.sample_size)
+    require_delta(target_delta, mechanism.sample_size)
     if not (is_number(noise_multiplier) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
         raise ConfigurationError(f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above.")
     mechanism = replace(mechanism, noise_multiplier=float(noise_multiplier))
-    check_supported(mechanism.release(0), mechanism.accountant)
+    require_supported(mechanism.release(0), mechanism.accountant)
     if noise_multiplier == 0:
         warnings.warn(
             "noise_multiplier=0: NO NOISE is added, the training is NOT private (epsilon is infinite).", stacklevel=3

@@ -8,11 +8,11 @@ from dataclasses import replace
 from functools import cache
 from typing import TypeVar, cast
 
-from dpshard.accounting.bounds import check_accountant, check_supported, epsilon_of
+from dpshard.accounting.bounds import epsilon_of, require_accountant, require_supported
 from dpshard.accounting.mechanism import SampledMechanism
 from dpshard.accounting.releases import Release
 from dpshard.accounting.search import Search
-from dpshard.config import AccountantName, BatchSchedule, check_delta, check_positive
+from dpshard.config import AccountantName, BatchSchedule, require_delta, require_positive
 from dpshard.errors import AccountingError
 
 M = TypeVar("M", bound=SampledMechanism)
@@ -27,7 +27,7 @@ MAX_STEPS = 2**24
 """Largest result of `steps_for_epsilon`."""
 
 
-def _check_bounds(accountant: str) -> None:
+def _require_upper_bound(accountant: str) -> None:
     if accountant == "gdp":
         raise AccountingError(
             "accountant='gdp' may under-state epsilon (for example 0.85 where 'pld' finds 3.24), so it cannot plan a "
@@ -49,15 +49,15 @@ def calibrate(
     With `search`, the budget is that of the search (accountant "rdp" only). The computed epsilon never exceeds
     `target_epsilon`; the result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
     """
-    check_accountant(accountant)
-    check_positive("target_epsilon", target_epsilon)
-    check_delta(target_delta, mechanism.sample_size)
+    require_accountant(accountant)
+    require_positive("target_epsilon", target_epsilon)
+    require_delta(target_delta, mechanism.sample_size)
     # First guess by the central limit: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and mu^2 = v
     # (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
     plan = replace(mechanism, noise_multiplier=1.0).releases()
     for release, _ in plan:
-        check_supported(release, accountant)
-    _check_bounds(accountant)
+        require_supported(release, accountant)
+    _require_upper_bound(accountant)
     variance = sum(steps * release.sampled_variance for release, steps in plan)
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
@@ -122,10 +122,10 @@ def steps_for_epsilon(
     With `search`, the steps of each of its runs (accountant "rdp" only). Raises AccountingError if more than MAX_STEPS
     fit, and for "gdp", which is not a bound.
     """
-    check_accountant(accountant)
-    _check_bounds(accountant)
-    check_positive("target_epsilon", target_epsilon)
-    check_delta(target_delta, release.sample_size)
+    require_accountant(accountant)
+    _require_upper_bound(accountant)
+    require_positive("target_epsilon", target_epsilon)
+    require_delta(target_delta, release.sample_size)
 
     def fits(steps: int) -> bool:
         return epsilon_of(((release, steps),), target_delta, accountant, search) <= target_epsilon

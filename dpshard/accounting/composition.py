@@ -50,7 +50,7 @@ from scipy import optimize, special
 from dpshard.accounting import allocation, convolution, mixtures, simulation
 from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
-from dpshard.config import check_probability
+from dpshard.config import require_probability
 from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
@@ -87,8 +87,8 @@ def _is_plain(release: Release) -> bool:
     return release.max_batch_size is None and release.max_rows_per_unit == 1 and release.allocated_steps is None
 
 
-def check_truncation() -> None:
-    """Raise AccountingError if the installed dp-accounting cannot analyse a capped batch."""
+def require_truncation() -> None:
+    """Raise AccountingError unless the installed dp-accounting can analyse a capped batch."""
     _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
     _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
 
@@ -134,7 +134,7 @@ def gdp_epsilon(mu: float, delta: float) -> float:
 
     Raises ConfigurationError unless 0 < delta < 1.
     """
-    check_probability("delta", delta)
+    require_probability("delta", delta)
     if gdp_delta(mu, 0.0) <= delta:
         return 0.0
     most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # upper bound from the tail of a normal

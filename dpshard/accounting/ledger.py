@@ -8,7 +8,7 @@ from copy import copy
 from dataclasses import replace
 from typing import Any
 
-from dpshard.accounting.bounds import bound_of, check_accountant, check_supported, epsilon_of
+from dpshard.accounting.bounds import bound_of, epsilon_of, require_accountant, require_supported
 from dpshard.accounting.calibration import largest_that_fits
 from dpshard.accounting.copies import Span, append, cost, first_missing
 from dpshard.accounting.courses import Course, cost_of
@@ -32,9 +32,9 @@ class PrivacyLedger:
 
         `earlier` releases were made before any step.
         """
-        check_accountant(accountant)
+        require_accountant(accountant)
         for release, _ in earlier:
-            check_supported(release, accountant)
+            require_supported(release, accountant)
         self._course = course
         self.accountant: AccountantName = accountant
         self.run = run
@@ -93,7 +93,7 @@ class PrivacyLedger:
     def _cost_with(
         self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True
     ) -> Counter[Release]:
-        check_supported(release, self.accountant)
+        require_supported(release, self.accountant)
         if self._course is not None:
             more = self._with(step, release, unverified_sampling=unverified_sampling, follows=follows)
             return self._earlier + cost_of(more, self._course)

@@ -17,9 +17,9 @@ from dpshard.config import (
     LossReduction,
     NoiseName,
     SamplingName,
-    check_choice,
-    check_rows_per_unit,
     is_count,
+    require_choice,
+    require_rows_per_unit,
     steps_of_epoch,
 )
 from dpshard.errors import ConfigurationError
@@ -57,7 +57,7 @@ class SampledMechanism:
     """Correlation of the noise over steps; None if it is independent."""
 
     def __post_init__(self) -> None:
-        check_sampling(self)
+        require_sampling(self)
 
     @property
     def noise(self) -> NoiseName:
@@ -192,7 +192,7 @@ class Mechanism(SampledMechanism):
 
     def __post_init__(self) -> None:
         SampledMechanism.__post_init__(self)  # super() has lost the class, which slots have replaced
-        check_rows_per_unit(self.rows_per_unit)
+        require_rows_per_unit(self.rows_per_unit)
         for release, count in self.earlier:
             if not (isinstance(release, Release) and is_count(count) and release.sample_size == self.sample_size):
                 raise ConfigurationError(
@@ -206,10 +206,10 @@ def independent_error(noise_multiplier: float, steps: int, workload: Workload = 
     return noise_multiplier * workload.error(INDEPENDENT.noising(steps))
 
 
-def check_sampling(mechanism: SampledMechanism) -> None:
+def require_sampling(mechanism: SampledMechanism) -> None:
     """Raise ConfigurationError unless the run can be analysed with its sampling and correlation of noise."""
     sampling, correlation = mechanism.sampling, mechanism.noise_correlation
-    check_choice("sampling", sampling, get_args(SamplingName))
+    require_choice("sampling", sampling, get_args(SamplingName))
     if not isinstance(correlation, BandedInverse | BandMF | None):
         raise ConfigurationError(
             f"noise_correlation={correlation!r}: pass dpshard.BandedInverse(bands=p), dpshard.BandMF(bands=b), or None."
@@ -221,7 +221,7 @@ def check_sampling(mechanism: SampledMechanism) -> None:
                 f"come at any step. Take sampling='fixed-order', or 'cyclic-poisson' with BandMF."
             )
         return
-    _check_kind(mechanism)
+    _require_kind(mechanism)
     steps = mechanism.schedule.steps
     if correlation is not None and correlation.bands > steps > 0:
         raise ConfigurationError(
@@ -229,12 +229,12 @@ def check_sampling(mechanism: SampledMechanism) -> None:
             f"Take at most {steps} bands, or more steps."
         )
     if sampling == "cyclic-poisson":
-        _check_groups(mechanism)
+        _require_groups(mechanism)
     if sampling == "balls-in-bins" and correlation is not None:
-        _check_bins(mechanism)
+        _require_bins(mechanism)
 
 
-def _check_bins(mechanism: SampledMechanism) -> None:
+def _require_bins(mechanism: SampledMechanism) -> None:
     sizes = mechanism.schedule.sizes
     if sizes and steps_of_epoch(mechanism.sample_size, sizes[0]) > MOST_BINS:
         raise ConfigurationError(
@@ -243,7 +243,7 @@ def _check_bins(mechanism: SampledMechanism) -> None:
         )
 
 
-def _check_kind(mechanism: SampledMechanism) -> None:
+def _require_kind(mechanism: SampledMechanism) -> None:
     where, sizes = f"sampling={mechanism.sampling!r}", mechanism.schedule.sizes
     if len(set(sizes)) > 1:
         raise ConfigurationError(
@@ -268,7 +268,7 @@ def _check_kind(mechanism: SampledMechanism) -> None:
         raise ConfigurationError(f"{where} is analysed for Gaussian noise{why}. Take noise='gaussian'.")
 
 
-def _check_groups(mechanism: SampledMechanism) -> None:
+def _require_groups(mechanism: SampledMechanism) -> None:
     correlation, samples, sizes = mechanism.noise_correlation, mechanism.sample_size, mechanism.schedule.sizes
     if not isinstance(correlation, BandMF):
         raise ConfigurationError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from dpshard.accounting.releases import Counts
-from dpshard.config import check_choice, is_number
+from dpshard.config import is_number, require_choice
 from dpshard.errors import ConfigurationError
 
 RunsDistribution = Literal["poisson", "geometric", "logarithmic"]
@@ -34,7 +34,7 @@ class Search:
     """Releases of the other settings that a run may draw, each as of `SampledMechanism.releases`."""
 
     def __post_init__(self) -> None:
-        check_choice("search distribution", self.distribution, get_args(RunsDistribution))
+        require_choice("search distribution", self.distribution, get_args(RunsDistribution))
         mean, poisson = self.mean_runs, self.distribution == "poisson"
         if not (is_number(mean) and mean < math.inf and (mean > 1 or (poisson and mean == 1))):
             least = "of at least 1" if poisson else "above 1"

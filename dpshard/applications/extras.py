@@ -8,7 +8,7 @@ from dpshard.errors import ConfigurationError
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise ConfigurationError if `package`, which `what` needs, is not installed.
+    """Raise ConfigurationError unless `package`, which `what` needs, is installed.
 
     A broken package raises its own ImportError.
     """

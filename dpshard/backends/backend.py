@@ -71,7 +71,7 @@ class Backend:
         return own, self.stages.spanning(groups)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if ranks disagree: they would sample different batches and add unequal noise."""
+        """Raise ConfigurationError unless ranks agree; else batches would differ, and noise be unequal."""
         own: dict[str, Any] = {"parameters": self.sharding.everywhere}
         if self.sharding.parts is not None:
             own["parts of the model"] = self.sharding.parts.facts

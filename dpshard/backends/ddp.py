@@ -159,7 +159,7 @@ def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded)
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError unless DDP averages gradients over all ranks and does nothing else."""
+    """Raise ConfigurationError if DDP does more to gradients than average them, or less."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

@@ -125,7 +125,7 @@ class DotGradStore:
         return begins
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError if gradients changed after backward."""
+        """Raise LogicalBatchError unless gradients are as backward left them."""
         self._forget_failed()
         with self._forgetting():
             self._guard.require_untouched(names)

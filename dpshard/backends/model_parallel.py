@@ -75,7 +75,7 @@ def require_known_group(group: Any, declared: Any) -> None:
 
 
 def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group: Any = None) -> None:
-    """Raise ConfigurationError if only `world_size` ranks share the data, and no group explains the rest."""
+    """Raise ConfigurationError unless all ranks share the data, or a group explains the rest."""
     if model_parallel_group is None and world_size < processes():
         raise ConfigurationError(
             f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, and the role of the "
@@ -104,7 +104,7 @@ def placed_parameters(model: nn.Module, *, beside_fsdp: bool = False) -> list[st
 
 
 def require_one_training(world_size: int) -> None:
-    """Raise ConfigurationError if other ranks do not train this model."""
+    """Raise ConfigurationError unless all ranks train this model."""
     if world_size < processes():
         raise ConfigurationError(
             f"All {processes()} ranks call a Checkpointer together, but only {world_size} of them train this model. "

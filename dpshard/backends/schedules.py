@@ -45,8 +45,8 @@ def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
         )
     if stage is None or index is None or not stage.has_backward:
         return None
-    _check(stage, schedule, module, group)
-    _check_inputs(stage, index)
+    _require_supported(stage, schedule, module, group)
+    _require_gradients_of_inputs(stage, index)
     return Chunk(index, schedule._n_microbatches, bool(stage.is_first))
 
 
@@ -66,7 +66,7 @@ def _on_the_stack() -> tuple[Any, int | None, Any]:
     return stage, index, schedule
 
 
-def _check(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGroup) -> None:
+def _require_supported(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGroup) -> None:
     """Raise ConfigurationError unless the schedule does to gradients what the engine accounts for."""
     name = type(schedule).__name__
     if name not in _SUPPORTED or not type(schedule).__module__.startswith(PACKAGE):
@@ -99,8 +99,8 @@ def _check(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGrou
         )
 
 
-def _check_inputs(stage: Any, index: int) -> None:
-    """Raise ConfigurationError if the stage before would get no gradient.
+def _require_gradients_of_inputs(stage: Any, index: int) -> None:
+    """Raise ConfigurationError unless the stage before gets a gradient.
 
     A schedule looks once at what stages send each other, and notes it on the stage. A second schedule without a loss
     notes there that nothing needs a gradient, which the first one does not see.

@@ -41,7 +41,7 @@ class Sharding(ABC):
     def __init__(self, core: nn.Module, outermost: nn.Module, parts: ModelParts | None = None) -> None:
         self.core, self.outermost, self.parts = core, outermost, parts
         named = list(core.named_parameters())
-        _check_parameters(named)
+        _require_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
         """Names of all parameters, including frozen ones."""
@@ -123,8 +123,8 @@ class Sharding(ABC):
         shapes = self.shapes
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
-    def check_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
-        """Raise ConfigurationError if no parameter is trainable, or backward cannot run so often."""
+    def require_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
+        """Raise ConfigurationError unless a parameter is trainable, and backward can run so often."""
         if not self.parameters:
             raise ConfigurationError(
                 f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Call "
@@ -320,7 +320,7 @@ class Unsharded(Sharding):
         return x
 
 
-def _check_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
+def _require_parameters(named: list[tuple[str, nn.Parameter]]) -> None:
     seen: set[str] = set()
     for name, parameter in named:
         canonical = canonical_name(name)

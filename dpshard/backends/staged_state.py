@@ -39,7 +39,7 @@ class StagedState(NamedState):
         return own._replace(groups=joined(self._stages.exchange_objects(list(map(_on_cpu, own.groups)))))
 
     def _require_one_of_each_name(self, model: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError if frozen parameters or buffers of one name differ: one would be lost."""
+        """Raise ConfigurationError unless frozen parameters and buffers of one name are equal: one would be lost."""
         count = Counter(name for names in self._stages.exchange(list(model)) for name in names)
         own = {name: _digest(model[name]) for name in model if count[name] > 1}
         seen: dict[str, tuple[int, str]] = {}

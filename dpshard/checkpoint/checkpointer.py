@@ -192,12 +192,12 @@ class Checkpointer:
         return None
 
     def _complaint(self, step: int) -> str | None:
-        def check() -> None:
+        def look() -> None:
             files = sorted(self._folder.manifest(step)["files"].items())
-            self._folder.check(step, files[self._ranks.rank :: self._ranks.size])
+            self._folder.require_intact(step, files[self._ranks.rank :: self._ranks.size])
 
         try:
-            self._ranks.everywhere(self._explained(check))
+            self._ranks.everywhere(self._explained(look))
         except CheckpointError as error:
             return str(error)
         return None

@@ -95,7 +95,7 @@ class CheckpointFolder:
             raise CheckpointError(f"{path.parent} is damaged: {missing[0]} is missing.")
         return manifest
 
-    def check(self, step: int, files: Iterable[tuple[str, tuple[int, str]]]) -> None:
+    def require_intact(self, step: int, files: Iterable[tuple[str, tuple[int, str]]]) -> None:
         """Raise CheckpointError unless the files have their recorded sizes and digests."""
         for name, noted in files:
             path = self.of(step) / name

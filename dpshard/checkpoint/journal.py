@@ -70,7 +70,7 @@ class Journal:
         start = mark.entries
         content = self.path.read_bytes() if self.path.exists() else b""
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]
-        if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _check(x[: _ENTRY.size]) for x in entries):
+        if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _digest(x[: _ENTRY.size]) for x in entries):
             return None
         if mark.newest and content[(start - 1) * _LENGTH : start * _LENGTH].hex() != mark.newest:
             return None  # the journal of another run
@@ -90,8 +90,8 @@ def _write(descriptor: int, data: bytes) -> None:
 
 def _entry(step: int, identity: bytes) -> bytes:
     entry = _ENTRY.pack(step, identity)
-    return entry + _check(entry)
+    return entry + _digest(entry)
 
 
-def _check(entry: bytes) -> bytes:
+def _digest(entry: bytes) -> bytes:
     return hashlib.sha256(entry).digest()[:_CHECK]

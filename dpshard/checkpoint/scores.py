@@ -30,7 +30,7 @@ import torch.distributed as dist
 from dpshard.accounting import calibrate_release, compute_epsilon, rounded_up
 from dpshard.accounting.releases import Counts
 from dpshard.checkpoint.disk import why
-from dpshard.config import check_delta, check_positive, is_count
+from dpshard.config import is_count, require_delta, require_positive
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.randomness import RandomSource, new_run_secret
 
@@ -59,8 +59,8 @@ class PrivateScores:
         for name, value in {"samples": samples, "count": count}.items():
             if not is_count(value):
                 raise ConfigurationError(f"{name}={value!r}: it must be a positive int.")
-        check_positive("target_epsilon", target_epsilon)
-        check_delta(target_delta, samples)
+        require_positive("target_epsilon", target_epsilon)
+        require_delta(target_delta, samples)
         self._release = calibrate_release(samples, target_epsilon=target_epsilon, target_delta=target_delta)
         """What all scores together cost, as one release about the validation samples."""
         self._path, self._samples, self._count, self._delta = Path(path), samples, count, target_delta

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dpshard.config import check_positive
+from dpshard.config import require_positive
 from dpshard.errors import ConfigurationError
 from dpshard.records.host import constant, elementwise
 
@@ -67,7 +67,7 @@ class AutomaticClipping:
     """Added to the norm; > 0. Keeps the relative sizes of small gradients."""
 
     def __post_init__(self) -> None:
-        check_positive("stability", self.stability)
+        require_positive("stability", self.stability)
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""
@@ -99,7 +99,7 @@ class GlobalClipping:
     """Z / R, >= 1."""
 
     def __post_init__(self) -> None:
-        check_positive("bound_over_threshold", self.bound_over_threshold)
+        require_positive("bound_over_threshold", self.bound_over_threshold)
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """See ClippingFunction."""

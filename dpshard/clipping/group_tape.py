@@ -210,7 +210,7 @@ class GroupTape:
             self._whole_sq = []
 
     def _require_unwritten(self, name: str, entries: list[tuple[Source, Record]]) -> None:
-        """Raise LogicalBatchError if the tensors of records were written since they were measured."""
+        """Raise LogicalBatchError unless the tensors of records are as they were measured."""
         measured = self._versions.pop(name, None)
         if measured is not None and measured != [versions(record) for _, record in entries]:
             raise changed(name)

@@ -9,7 +9,7 @@ from typing import get_args
 
 from torch import Tensor, nn
 
-from dpshard.config import ClippingStyle, check_choice
+from dpshard.config import ClippingStyle, require_choice
 from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
@@ -52,7 +52,7 @@ def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: 
     """
     if not isinstance(style, str):
         return _listed(model, style)
-    check_choice("clipping_style", style, STYLES)
+    require_choice("clipping_style", style, STYLES)
     groups: dict[str, list[str]] = {}
     blocks = _blocks(model) if style == "block-wise" else []
     for name in trainable:

@@ -157,7 +157,7 @@ class Tape:
             self.clipper.pending.setdefault(anchor, {})[id(self)] = self
 
     def _require_open(self, use: Use, anchors: list[int]) -> None:
-        """Raise LogicalBatchError if records come too late, or a second time."""
+        """Raise LogicalBatchError unless records come in time, and once."""
         if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "

@@ -31,7 +31,7 @@ from torch import Tensor
 from dpshard.clipping.groups import sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.tape import Clipper
-from dpshard.config import NoiseName, check_positive, is_number
+from dpshard.config import NoiseName, is_number, require_positive
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
@@ -67,7 +67,7 @@ class QuantileTracking:
             value = getattr(self, name)
             if not (is_number(value) and 0 < value < 1):
                 raise ConfigurationError(f"{name}={value!r}: it must be above 0 and below 1.")
-        check_positive("learning_rate", self.learning_rate)
+        require_positive("learning_rate", self.learning_rate)
 
 
 class HasMetrics(Protocol):
@@ -111,9 +111,9 @@ class Thresholds:
         """Load a `state_dict`; raise CheckpointError for anything else."""
 
 
-def check_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
+def require_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
     """Raise ConfigurationError unless thresholds can start at `max_grad_norm`, and follow `tracking` under `noise`."""
-    check_positive("max_grad_norm", max_grad_norm)
+    require_positive("max_grad_norm", max_grad_norm)
     if not isinstance(tracking, QuantileTracking | None):
         raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
     if tracking is not None and noise != "gaussian":

@@ -36,14 +36,14 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
     `accelerator.save_state` and `load_state` include its state. Do not prepare data loaders: `engine.batches` gives
     each process its share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
-    check_supported(accelerator)
+    require_supported(accelerator)
     engine = PrivacyEngine(model, **settings)
     accelerator.register_for_checkpointing(engine)
     return engine
 
 
-def check_supported(accelerator: Accelerator) -> None:
-    """Raise ConfigurationError if `accelerator` would change or hide gradients or split samples."""
+def require_supported(accelerator: Accelerator) -> None:
+    """Raise ConfigurationError unless `accelerator` leaves gradients and samples as they are."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) divides losses before "

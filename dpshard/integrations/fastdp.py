@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpshard import engine as core
-from dpshard.config import AccountantName, LossReduction, check_choice
+from dpshard.config import AccountantName, LossReduction, require_choice
 from dpshard.errors import ConfigurationError
 
 _FUNCTIONS = {"automatic": "automatic", "Abadi": "abadi", "global": "global"}
@@ -67,12 +67,12 @@ class PrivacyEngine(core.PrivacyEngine):
         torch_seed_is_fixed: bool = False,
         record_snr: bool = False,
     ) -> None:
-        check_choice("clipping_fn", clipping_fn, tuple(_FUNCTIONS))
-        check_choice("clipping_mode", clipping_mode, tuple(_MODES))
-        check_choice("accounting_mode", accounting_mode, tuple(_ACCOUNTANTS))
+        require_choice("clipping_fn", clipping_fn, tuple(_FUNCTIONS))
+        require_choice("clipping_mode", clipping_mode, tuple(_MODES))
+        require_choice("accounting_mode", accounting_mode, tuple(_ACCOUNTANTS))
         style: Any = clipping_style
         if isinstance(clipping_style, str):
-            check_choice("clipping_style", clipping_style, _STYLES)
+            require_choice("clipping_style", clipping_style, _STYLES)
         else:
             style = _blocks(module, clipping_style)
         if noise_multiplier is not None:

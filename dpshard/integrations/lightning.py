@@ -23,7 +23,7 @@ from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.loaders import loading_options
-from dpshard.sampling import check_dataset
+from dpshard.sampling import require_dataset
 from dpshard.step.logical_batch import LogicalBatch
 
 
@@ -51,7 +51,7 @@ class PrivateTraining(L.Callback):
             raise ConfigurationError("The loader has no batch_size, which is the expected logical batch: give it one.")
         refuse_units(privacy, "PrivateTraining")
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
-        check_dataset(loader.dataset, size)
+        require_dataset(loader.dataset, size)
         self.engine: PrivacyEngine | None = None
         self.loader = _LogicalBatches(self, loader, micro_batch_size or loader.batch_size, pad=pad)
         self._settings = {"batch_size": loader.batch_size, "sample_size": size, **privacy}
@@ -62,7 +62,7 @@ class PrivateTraining(L.Callback):
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
         """Create or resume the engine, and make the module loop over micro-batches."""
-        _check(trainer, pl_module)
+        _require_supported(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
                 "This callback has already fitted a model, and another fit spends more privacy. Fit with ckpt_path=, "
@@ -183,7 +183,7 @@ class _LogicalBatches:
             )
 
 
-def _check(trainer: L.Trainer, module: L.LightningModule) -> None:
+def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
     if not module.automatic_optimization:
         raise ConfigurationError(
             "automatic_optimization=False: create a PrivacyEngine in the module's own loop, and iterate over "

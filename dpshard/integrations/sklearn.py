@@ -31,7 +31,7 @@ from dpshard.applications.tabular import (
     private_statistics,
 )
 from dpshard.applications.tabular.columns import cell_name
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError, DataError
 from dpshard.sampling.units import UnitDataset
@@ -89,7 +89,7 @@ class _PrivateEstimator(BaseEstimator):
                 raise ValueError(f"Found array with {X.shape[0]} sample(s) and {X.shape[1]} feature(s): give some.")
             return X.rename(columns=str).reset_index(drop=True)
         if hasattr(X, "__array__") or isinstance(X, list | tuple):
-            _check_cells(np.asarray(X))
+            _refuse_cells(np.asarray(X))
         array: Any = validate_data(self, cast(Any, X), reset=reset, dtype=None, ensure_all_finite=False)
         return pandas.DataFrame(array, columns=[f"x{i}" for i in range(array.shape[1])])
 
@@ -156,7 +156,7 @@ class _PrivateEstimator(BaseEstimator):
     def _network(self, features: int, numbers: int, objective: Objective) -> nn.Module:
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model)
-        check_choice("model", self.model, ("auto", "linear", "mlp"))
+        require_choice("model", self.model, ("auto", "linear", "mlp"))
         return make_network("mlp" if self.model == "auto" else self.model, features, numbers, objective.outputs)
 
     def _train(self, rows: Any, units: Any, samples: int, delta: Any, advice: Advice | None, earlier: Any) -> None:
@@ -210,7 +210,7 @@ LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
 """Of classes that of the advice for tables; numbers are learnt better more slowly (docs/tables.md)."""
 
 
-def _check_cells(X: NDArray[Any]) -> None:
+def _refuse_cells(X: NDArray[Any]) -> None:
     """Refuse what scikit-learn would refuse with the cells in its message."""
     if X.dtype.kind == "c":
         raise ValueError("Complex data not supported: give real numbers.")

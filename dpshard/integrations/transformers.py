@@ -25,11 +25,11 @@ from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArgum
 from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.integrations.accelerate import check_supported, shard_on_cpu
+from dpshard.integrations.accelerate import require_supported, shard_on_cpu
 from dpshard.integrations.packed_documents import Documents, packing_of, refuse_packed
 from dpshard.integrations.token_losses import OWN_LOSS, learn_shift, logits_of, token_losses, uneven
 from dpshard.losses import packed_cross_entropy
-from dpshard.sampling import Packing, check_dataset
+from dpshard.sampling import Packing, require_dataset
 
 STATE = "dpshard.json"
 """File of a checkpoint folder with the engine's state."""
@@ -90,7 +90,7 @@ class _Private(ShardsOnCPU):
                 f"For preference pairs, use dpshard.integrations.trl.PrivateDPOTrainer."
             )
         args = TrainingArguments() if args is None else args
-        _check(args)
+        _require_supported(args)
         refuse_units(privacy, "PrivateTrainer")
         self._packing = packing_of(args, packing, more.get("data_collator") or next(iter(others), None))
         if self._packing is not None and more.get("compute_loss_func") is not None:
@@ -112,7 +112,7 @@ class _Private(ShardsOnCPU):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator; raise ConfigurationError if it would change gradients or split samples."""
         super().create_accelerator_and_postprocess()
-        check_supported(self.accelerator)  # type: ignore[attr-defined]
+        require_supported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
@@ -121,7 +121,7 @@ class _Private(ShardsOnCPU):
         trainer: Any = self
         refuse_packed(trainer.train_dataset)
         if isinstance(trainer.train_dataset, Sized):
-            check_dataset(trainer.train_dataset, len(trainer.train_dataset))  # before the Trainer makes a sampler
+            require_dataset(trainer.train_dataset, len(trainer.train_dataset))  # before the Trainer makes a sampler
         ordinary = super().get_train_dataloader()  # type: ignore[misc]
         return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
 
@@ -297,7 +297,7 @@ class _LogicalBatches:
 
     def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:
         size = len(dataset) if hasattr(dataset, "__len__") else 0
-        check_dataset(dataset, size)
+        require_dataset(dataset, size)
         self.dataset = dataset
         self._trainer = trainer
         self._collate_fn = collate_fn
@@ -347,7 +347,7 @@ def _foreign_loss(cls: type) -> str | None:
     return None
 
 
-def _check(args: TrainingArguments) -> None:
+def _require_supported(args: TrainingArguments) -> None:
     refused = {
         f"loss_type={getattr(args, 'loss_type', None)!r} of SFTTrainer is replaced by the mean over each sample: "
         f"choose 'nll'.": getattr(args, "loss_type", None) in ("dft", "chunked_dft"),

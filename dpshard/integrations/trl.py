@@ -40,7 +40,7 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: DPOConfig | None = None, **more: Any) -> None:
         args = DPOConfig() if args is None else args
-        _check(args, packing=more.get("packing"))
+        _require_supported(args, packing=more.get("packing"))
         self._pairs: Pairs | None = None
         super().__init__(model, args=args, ref_model=ref_model, **more)
 
@@ -159,7 +159,7 @@ def _of_pairs(collate_fn: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[An
     return collate
 
 
-def _check(args: DPOConfig, *, packing: Any) -> None:
+def _require_supported(args: DPOConfig, *, packing: Any) -> None:
     refused = {
         f"loss_type={args.loss_type!r}": list(args.loss_type) != ["sigmoid"],
         "loss_weights": args.loss_weights not in (None, [1.0]),

@@ -164,7 +164,7 @@ class Layouts:
 
 
 def _require_rows_first(few: list[torch.Size], more: list[torch.Size]) -> None:
-    """Raise BatchLayoutError if outputs for 2 and for 3 samples differ elsewhere than in dimension 0."""
+    """Raise BatchLayoutError unless outputs for 2 and for 3 samples differ only in dimension 0."""
     for small, large in zip(few, more, strict=True):
         if small[1:] != large[1:]:
             raise BatchLayoutError(

@@ -42,7 +42,7 @@ def chunked_cross_entropy(
     and DataError for a label that is no class (on a GPU: NaN, or an assertion of the device).
     [Note: A head in chunks] in head.py has the arithmetic.
     """
-    _check(hidden, weight, labels, bias)
+    _require_fitting(hidden, weight, labels, bias)
     if per not in ("sample-mean", "sample-sum", "token"):
         raise ConfigurationError(f"per is {per!r}; pass 'sample-mean', 'sample-sum' or 'token'.")
     if reduction not in ("none", "mean"):
@@ -63,7 +63,7 @@ def chunked_cross_entropy(
     return losses.mean() if reduction == "mean" else losses
 
 
-def _check(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
+def _require_fitting(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None) -> None:
     if hidden.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ConfigurationError(
             f"hidden has shape {tuple(hidden.shape)}, which is not the shape of labels, {tuple(labels.shape)}, plus "

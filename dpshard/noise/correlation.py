@@ -78,7 +78,7 @@ class BandedInverse:
     """Sums for which weights minimise the noise, for all participations of a sample in the run; None for BISR."""
 
     def __post_init__(self) -> None:
-        _check_bands(self)
+        _require_bands(self)
 
     def __repr__(self) -> str:
         return _shown(self)
@@ -111,7 +111,7 @@ class BandMF:
     """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step; else draw those of all steps."""
 
     def __post_init__(self) -> None:
-        _check_bands(self)
+        _require_bands(self)
         if not isinstance(self.buffers, bool):
             raise ConfigurationError(f"BandMF(buffers={self.buffers!r}): pass True or False.")
 
@@ -138,7 +138,7 @@ def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -
     grows from step to step.
     """
     if correlation.coefficients is not None:
-        return _checked(_with(correlation, np.array(correlation.coefficients)), steps)
+        return _supported(_with(correlation, np.array(correlation.coefficients)), steps)
     inverted = isinstance(correlation, BandedInverse)
     if correlation.workload is None:
         return _with(correlation, correlation.noising(steps) if inverted else correlation.strategy(steps))
@@ -151,7 +151,7 @@ def _with(correlation: BandedInverse | BandMF, found: Series) -> BandedInverse |
     return type(correlation)(bands=correlation.bands, coefficients=coefficients)
 
 
-def _checked(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse | BandMF:
+def _supported(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse | BandMF:
     largest = np.abs(correlation.noising(steps)).max()
     if not largest <= LARGEST_WEIGHT:
         raise ConfigurationError(
@@ -213,7 +213,7 @@ def _shown(correlation: BandedInverse | BandMF) -> str:
     return f"{type(correlation).__name__}({shown})"
 
 
-def _check_bands(correlation: BandedInverse | BandMF) -> None:
+def _require_bands(correlation: BandedInverse | BandMF) -> None:
     name, bands, coefficients = type(correlation).__name__, correlation.bands, correlation.coefficients
     if not is_count(bands):
         raise ConfigurationError(f"{name}(bands={bands!r}): it must be an int, at least 1.")

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.kernels.native.digest import WIDTH
-from dpshard.noise.keyed import SumShard, check_shards
+from dpshard.noise.keyed import SumShard, require_shards
 from dpshard.noise.pieces import dense
 from dpshard.randomness import RandomSource, derive_key
 
@@ -61,7 +61,7 @@ class SumDigest:
 
         Raises ConfigurationError for a shard that cannot get noise.
         """
-        check_shards(shards)
+        require_shards(shards)
         total = self._of_whole([shard for shard in shards if not shard.run])
         for shard in shards:
             for piece in shard.contiguous() if shard.run and shard.local.numel() else ():

@@ -125,8 +125,8 @@ class SumShard(NamedTuple):
         self.local.detach().copy_(torch.cat(rows).view(self.local.shape))
 
 
-def check_shards(shards: Iterable[SumShard]) -> None:
-    """Raise ConfigurationError if a shard cannot get noise."""
+def require_shards(shards: Iterable[SumShard]) -> None:
+    """Raise ConfigurationError unless every shard can get noise."""
     for name, local, start, run, stride in shards:
         if local.dtype not in _NUMPY_DTYPE:
             raise ConfigurationError(
@@ -163,7 +163,7 @@ class KeyedGaussian:
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
-        check_shards(shards)
+        require_shards(shards)
         return self._release_(shards, step, std, divisor)
 
     def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:

@@ -12,7 +12,7 @@ from dpshard.config import is_number
 from dpshard.errors import ConfigurationError
 
 
-def check_adam(betas: tuple[float, float], weight_decay: float) -> None:
+def require_adam_settings(betas: tuple[float, float], weight_decay: float) -> None:
     """Raise ConfigurationError unless 0 <= beta < 1 for both betas, and 0 <= weight_decay < inf."""
     pair = isinstance(betas, (tuple, list)) and len(betas) == 2
     if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from dpshard.config import check_positive
+from dpshard.config import require_positive
 from dpshard.errors import ConfigurationError
-from dpshard.recipes.adam import check_adam, evaluated
+from dpshard.recipes.adam import evaluated, require_adam_settings
 
 
 class AdamBC(Optimizer):
@@ -43,9 +43,9 @@ class AdamBC(Optimizer):
         floor: float = 1e-8,
         weight_decay: float = 0.0,
     ) -> None:
-        check_positive("lr", lr)
-        check_positive("floor", floor)
-        check_adam(betas, weight_decay)
+        require_positive("lr", lr)
+        require_positive("floor", floor)
+        require_adam_settings(betas, weight_decay)
         if not callable(noise_std):
             raise ConfigurationError(
                 f"noise_std={noise_std!r}: AdamBC calls it at each step, so pass a function, "

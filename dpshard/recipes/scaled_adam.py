@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.optim import Optimizer
 
-from dpshard.config import check_positive
+from dpshard.config import require_positive
 from dpshard.errors import ConfigurationError
-from dpshard.recipes.adam import check_adam, evaluated
+from dpshard.recipes.adam import evaluated, require_adam_settings
 
 
 class _Scaled(nn.Module):
@@ -92,8 +92,8 @@ class ScaledAdam(Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         for name, value in (("lr", lr), ("eps", eps), ("floor", floor)):
-            check_positive(name, value)
-        check_adam(betas, weight_decay)
+            require_positive(name, value)
+        require_adam_settings(betas, weight_decay)
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"ScaledAdam takes the model, not its parameters; got {type(model).__name__}.")
         self._scales: dict[Tensor, Tensor] = {}

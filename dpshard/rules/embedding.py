@@ -27,7 +27,7 @@ def embedding(
     sparse: bool = False,
 ) -> Tensor:
     """Rows of a table [V, C]; reads of `padding_idx` have no gradient, as in torch."""
-    _check(call, max_norm, scale_grad_by_freq, sparse)
+    _refuse_options(call, max_norm, scale_grad_by_freq, sparse)
     output = F.embedding(input, call.plain(weight), padding_idx)
     return _record(call, input, output, weight, padding_idx)
 
@@ -42,12 +42,12 @@ def embedding_of_cpp(
     sparse: bool = False,
 ) -> Tensor:
     """Rows of a table [V, C], by the function in C++: its weight comes first, and a `padding_idx` of -1 means none."""
-    _check(call, None, scale_grad_by_freq, sparse)
+    _refuse_options(call, None, scale_grad_by_freq, sparse)
     output = torch.embedding(call.plain(weight), indices, padding_idx)
     return _record(call, indices, output, weight, None if padding_idx == -1 else padding_idx)
 
 
-def _check(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+def _refuse_options(call: Call, max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
     if max_norm is not None:
         raise call.refuse("max_norm rescales the table rows that the data reads; drop max_norm", advise=False)
     if scale_grad_by_freq:

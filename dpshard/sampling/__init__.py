@@ -8,19 +8,19 @@ several units in one row; `packed_tokens.py`: the unit of every token. May impor
 """
 
 from dpshard.sampling.allocation import AllocationSampler
-from dpshard.sampling.loading import check_dataset, load, load_stream
+from dpshard.sampling.loading import load, load_stream, require_dataset
 from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler, sampler_of
 from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
-from dpshard.sampling.packing import Packing, check_packing, packed_tokens, packer
+from dpshard.sampling.packing import Packing, packed_tokens, packer, require_packing
 from dpshard.sampling.participation import Participation
 from dpshard.sampling.plans import (
     MicroBatchPlan,
     PoissonSampler,
-    check_feed,
     default_cap,
     parse_cap,
     plan_micro_batches,
     plan_steps,
+    require_feed,
 )
 from dpshard.sampling.streams import Stream, fingerprints
 
@@ -35,9 +35,6 @@ __all__ = [
     "Participation",
     "PoissonSampler",
     "Stream",
-    "check_dataset",
-    "check_feed",
-    "check_packing",
     "default_cap",
     "fingerprints",
     "load",
@@ -47,5 +44,8 @@ __all__ = [
     "parse_cap",
     "plan_micro_batches",
     "plan_steps",
+    "require_dataset",
+    "require_feed",
+    "require_packing",
     "sampler_of",
 ]

@@ -36,9 +36,9 @@ def load(
 
     `plans` is consumed lazily, so it may describe a run of any length. An item of the data set is a sample, or a unit
     of `rows_per_unit` rows; if `packed`, a document. The other arguments are those of `torch.utils.data.DataLoader`.
-    Raises DataError, at once, as `check_dataset` does.
+    Raises DataError, at once, as `require_dataset` does.
     """
-    check_dataset(dataset, sample_size)
+    require_dataset(dataset, sample_size)
     if packed:
         dataset, collate_fn = PlacedDocuments(dataset), collate_packed
     elif type(dataset) is TensorDataset and collate_fn is None:
@@ -87,7 +87,7 @@ def load_stream(
             yield micro, _padded(collate([samples[i] for i in micro.indices[: max(1, micro.samples)]]), micro)
 
 
-def check_dataset(dataset: Any, sample_size: int) -> None:
+def require_dataset(dataset: Any, sample_size: int) -> None:
     """Raise DataError unless `dataset` is map-style and has exactly `sample_size` > 0 samples."""
     kind = type(dataset).__name__
     remedy = "Poisson sampling reads any sample by its index: wrap the data in a class with __getitem__ and __len__."

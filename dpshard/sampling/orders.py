@@ -71,7 +71,7 @@ def sampler_of(mechanism: Sampled, secret: bytes) -> Sampler:
     if mechanism.sampling == "fixed-order":
         return FixedOrderSampler(samples, schedule[0], secret)
     if mechanism.sampling == "cyclic-poisson":
-        assert mechanism.noise_correlation is not None  # check_sampling
+        assert mechanism.noise_correlation is not None  # require_sampling
         return CyclicPoissonSampler(samples, schedule[0], mechanism.noise_correlation.bands, secret)
     return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
 

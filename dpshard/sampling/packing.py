@@ -149,7 +149,7 @@ def _pack(
     ]
 
 
-def check_packing(packing: Any, micro_batch_size: int | None, sample_size: int, plain: Mapping[str, bool]) -> None:
+def require_packing(packing: Any, micro_batch_size: int | None, sample_size: int, plain: Mapping[str, bool]) -> None:
     """Raise ConfigurationError unless `engine.batches` can pack so; `plain`: options, True where left at default."""
     if packing is None:
         return

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard.config import BatchSchedule, check_choice, is_count
+from dpshard.config import BatchSchedule, is_count, require_choice
 from dpshard.errors import ConfigurationError
 from dpshard.randomness import RandomSource, derive_key
 
@@ -169,7 +169,7 @@ def plan_micro_batches(
     and ranks differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row. Raises
     ConfigurationError for impossible sizes.
     """
-    check_micro_batch_size(micro_batch_size)
+    require_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:
         raise ConfigurationError(f"rank={rank} is not one of the {world_size} ranks.")
     drawn = np.asarray(indices, dtype=np.int64)
@@ -224,17 +224,17 @@ def plan_steps(
         yield from plan_micro_batches(drawn, step, size, rank, world_size, pad=pad, **of_units)
 
 
-def check_micro_batch_size(size: int) -> None:
+def require_micro_batch_size(size: int) -> None:
     """Raise ConfigurationError unless `size` is a positive int."""
     if not is_count(size):
         raise ConfigurationError(f"micro_batch_size={size!r}: it must be an int, at least 1.")
 
 
-def check_feed(micro_batch_size: int | None, steps: int | None, *, pad: bool, rows_per_unit: int) -> None:
+def require_feed(micro_batch_size: int | None, steps: int | None, *, pad: bool, rows_per_unit: int) -> None:
     """Raise ConfigurationError unless logical batches can be fed like this; see `engine.batches`."""
     if micro_batch_size is not None:
-        check_micro_batch_size(micro_batch_size)
-    check_choice("pad", pad, (False, True))
+        require_micro_batch_size(micro_batch_size)
+    require_choice("pad", pad, (False, True))
     if not pad and rows_per_unit > 1:
         raise ConfigurationError(
             f"pad=False is for loops that change the order of rows, but the {rows_per_unit} rows of a unit must stay "

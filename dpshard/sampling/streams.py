@@ -24,8 +24,8 @@ from dpshard.errors import DataError
 from dpshard.sampling.participation import Fingerprints
 
 
-def check_stream(stream: Any, num_workers: int) -> None:
-    """Raise DataError if reading `stream` in `num_workers` processes would repeat or mix samples."""
+def require_stream(stream: Any, num_workers: int) -> None:
+    """Raise DataError unless `num_workers` processes read each sample of `stream` once, in order."""
     if num_workers > 1:
         raise DataError(
             f"num_workers={num_workers}: each worker would read the whole stream ({type(stream).__name__}), or a part "
@@ -45,7 +45,7 @@ class Stream:
         prefetch_factor: int | None = None,
         worker_init_fn: Callable[[int], None] | None = None,
     ) -> None:
-        check_stream(stream, num_workers)
+        require_stream(stream, num_workers)
         self._kind, self._sample_size, self._batch_size = type(stream).__name__, sample_size, batch_size
         self._loader = DataLoader(
             stream,

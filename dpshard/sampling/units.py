@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from dpshard.config import check_rows_per_unit
+from dpshard.config import require_rows_per_unit
 from dpshard.errors import DataError
 from dpshard.randomness import SECRET_BYTES, RandomSource, derive_key
 
@@ -69,9 +69,9 @@ class UnitDataset(KeyedUnits):
     """
 
     def __init__(self, dataset: Any, unit_ids: Sequence[Any] | NDArray[Any] | Tensor, rows_per_unit: int) -> None:
-        check_rows_per_unit(rows_per_unit)
+        require_rows_per_unit(rows_per_unit)
         self.dataset, self.rows_per_unit = dataset, rows_per_unit
-        ids = _checked_ids(unit_ids, len(dataset))
+        ids = _ids_of_rows(unit_ids, len(dataset))
         self.ids, unit_of_row, counts = np.unique(ids, return_inverse=True, return_counts=True)
         """The id of each unit, sorted; numbers in order of appearance for ids of several types."""
         self._rows = np.argsort(unit_of_row, kind="stable")  # of unit 0, of unit 1, ...
@@ -98,7 +98,7 @@ class UnitDataset(KeyedUnits):
         return UnitRows([_weighted(self.dataset[row], weight) for row, weight in zip(rows, weights, strict=True)])
 
 
-def _checked_ids(unit_ids: Any, rows: int) -> NDArray[Any]:
+def _ids_of_rows(unit_ids: Any, rows: int) -> NDArray[Any]:
     ids = np.asarray(unit_ids.cpu() if isinstance(unit_ids, Tensor) else unit_ids)
     if rows == 0:
         raise DataError("The data set of rows is empty: check the path or the filter that it was made with.")
@@ -139,7 +139,7 @@ def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -
     guarantee holds if `transform` reads nothing but its item: no mixup with others. Raises ConfigurationError if
     rows_per_unit is not a positive int.
     """
-    check_rows_per_unit(rows_per_unit)
+    require_rows_per_unit(rows_per_unit)
     return _Augmented(dataset, transform, rows_per_unit)
 
 

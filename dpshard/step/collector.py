@@ -193,7 +193,7 @@ class Collector:
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
     def _require_clean(self, sums: ClippedSums) -> None:
-        """Raise LogicalBatchError if the caller would get clipped sums, or add them to older gradients."""
+        """Raise LogicalBatchError unless gradients are empty, and the caller gets no clipped sums."""
         if sums.handed_out:
             raise LogicalBatchError(
                 "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
@@ -375,7 +375,7 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError in the middle of a logical batch, or if detached: no state can be loaded."""
+        """Raise LogicalBatchError unless attached and between logical batches: no state can be loaded otherwise."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would get the noise of the loaded step.

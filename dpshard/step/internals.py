@@ -50,7 +50,7 @@ class Internals:
         return self._backend.sharding.training_state(optimizer)
 
     def require_rest(self) -> None:
-        """See Collector.require_rest."""
+        """Raise LogicalBatchError unless Collector.require_rest passes."""
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:

@@ -59,7 +59,7 @@ def unregister(engine: _Engine) -> None:
     _engines.discard(engine)
 
 
-def check_model(model: Any) -> None:
+def require_model(model: Any) -> None:
     """Raise ConfigurationError unless `model` is a module, and EngineInUseError if an engine has a parameter of it."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(

@@ -182,7 +182,7 @@ class OrderOfRun:
         """Return source and participation as plain JSON; None without a fixed order."""
         return None if self._taken is None else {"source": self._source, "taken": self._taken.state_dict()}
 
-    def check_state(self, state: Any, step: int) -> None:
+    def require_saved_order(self, state: Any, step: int) -> None:
         """Raise CheckpointError unless `state` is a `state_dict` of a run before `step`."""
         if self._taken is None:
             return

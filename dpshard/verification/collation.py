@@ -58,7 +58,7 @@ class CollationVerified:
         data = self.collate_fn(rows)
         after = generators.states()
         try:
-            check_collation(self._values, kept, generators, before, self._calls, self._rows_per_unit)
+            verify_collation(self._values, kept, generators, before, self._calls, self._rows_per_unit)
         finally:
             generators.restore(after)
         return data
@@ -70,7 +70,7 @@ class CollationVerified:
             return None
 
 
-def check_collation(
+def verify_collation(
     values: Callable[[list[Any]], list[Any] | None],
     rows: list[Any],
     generators: _Generators,

@@ -32,7 +32,7 @@ class Others(Enum):
     ONE = auto()  # all rows get the same, to exhaust a shared capacity
 
 
-def check_company(
+def verify_company(
     bench: Bench,
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
@@ -57,7 +57,7 @@ def check_company(
         source = _others(run, order, crowded=others is Others.ONE)
         before = bench.values(everyone)
         if draw == AS_DRAWN:  # in one of them
-            _check_order(bench, before, places)
+            _verify_order(bench, before, places)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
             rows = [source[i] if i in changed else i for i in everyone]
@@ -74,7 +74,7 @@ def check_company(
         # A mask that depends on a threshold may stay the same for one half.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
-            _check_rows(bench, before, now, places, kept)
+            _verify_rows(bench, before, now, places, kept)
         if after is None or third is None:
             continue
         if scalars and not scaled:
@@ -82,10 +82,10 @@ def check_company(
             if fourth is None:
                 continue
             for i in scalars:
-                check_additive(bench, [before[i], after[i], third[i], fourth[i]])
+                verify_additive(bench, [before[i], after[i], third[i], fourth[i]])
 
 
-def _check_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
+def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
     """Raise VerificationError if the order of the rows moves the outputs of one of them.
 
     What sorts rows, or compares them with the first one, may leave one order of few rows as it is, not both. Copies of
@@ -98,7 +98,7 @@ def _check_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[
     for i, place in enumerate(places):
         if place is not None and _has_rows(turned[i], place, len(everyone)):
             turned[i] = turned[i].unflatten(place[0], (-1, place[1])).flip(place[0]).flatten(place[0], place[0] + 1)
-    _check_rows(bench, before, turned, places, everyone)
+    _verify_rows(bench, before, turned, places, everyone)
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
@@ -109,7 +109,7 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
     return [(i + shift) % run.rows for i in range(run.batch_size)]
 
 
-def _check_rows(
+def _verify_rows(
     bench: Bench,
     before: Sequence[Tensor],
     after: Sequence[Tensor] | None,
@@ -119,19 +119,19 @@ def _check_rows(
     """Raise VerificationError if an output of the rows `kept` has moved."""
     for x, y, place in zip(before, after or (), places, strict=False):
         if place is not None and x.shape == y.shape and _has_rows(x, place, bench.run.batch_size):
-            _check_moved(bench, x, y, place, kept)
+            _verify_moved(bench, x, y, place, kept)
 
 
 def _has_rows(x: Tensor, place: tuple[int, int], samples: int) -> bool:
     return x.dim() > place[0] and x.shape[place[0]] == samples * place[1]
 
 
-def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
+def _verify_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
     if not x.is_floating_point():
-        _check_choices(x, y)
+        _verify_choices(x, y)
         return
     apart, size = moved(x, y), scale(x)
     eps = torch.finfo(x.dtype).eps
@@ -144,7 +144,7 @@ def _check_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kep
         )
 
 
-def _check_choices(x: Tensor, y: Tensor) -> None:
+def _verify_choices(x: Tensor, y: Tensor) -> None:
     """Raise VerificationError if more flags or whole numbers differ than ties explain."""
     apart = int((x != y).sum())
     if apart > TIES * x.numel():
@@ -164,7 +164,7 @@ _MIXES = (
 )
 
 
-def check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
+def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
     """Raise VerificationError unless a change in both halves is the sum of the changes in each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
@@ -183,7 +183,7 @@ def check_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
         )
 
 
-def check_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
+def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
     """Raise VerificationError if inputs of other ranks move a value here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return

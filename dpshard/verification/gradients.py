@@ -73,7 +73,7 @@ class Found:
 _Taken = tuple[Found, Gradients]
 
 
-def check_gradients(
+def verify_gradients(
     bench: Bench,
     backend: Differentiated,
     clipper: Clipper,
@@ -121,12 +121,12 @@ def check_gradients(
             norms = found.norms
             if parts is not None and of_samples:
                 norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
-            check_norms_and_sums(
+            verify_norms_and_sums(
                 found.sums, alone, norms, clipper, parameters, half=bench.half, watched=watched, size=size
             )
             if len(turns) == 1:
                 ordered = [of_inputs[k] for k in places]
-                inputs.check(gradients, ordered, n if bench.mean else 1, tolerance, watched)
+                inputs.verify(gradients, ordered, n if bench.mean else 1, tolerance, watched)
 
 
 def _together(
@@ -220,7 +220,7 @@ def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> l
     return [{name: next(total) for name in some} for some in squares]
 
 
-def check_norms_and_sums(
+def verify_norms_and_sums(
     together: Mapping[str, Sketch],
     singles: Sequence[Mapping[str, Sketch]],
     norms: Mapping[int, Tensor],

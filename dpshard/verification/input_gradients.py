@@ -54,7 +54,7 @@ class InputGradients:
         self.inputs = []
         return self._gradients
 
-    def check(
+    def verify(
         self,
         together: Gradients,
         singles: Sequence[Gradients],

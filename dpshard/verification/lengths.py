@@ -21,7 +21,7 @@ from dpshard.verification.bench import Bench
 from dpshard.verification.tolerances import moved, other_sizes, scale
 
 
-def check_lengths(bench: Bench) -> None:
+def verify_lengths(bench: Bench) -> None:
     """Raise VerificationError if outputs change when the longest rows no longer pad the others."""
     for at_end in (True, False):
         found = _without_longest(bench.run, at_end=at_end)

@@ -31,7 +31,7 @@ def others_of(bench: Bench) -> list[Run]:
     return [replaced(others[0], rows, [first]), *others] if has_numbers(run) else others
 
 
-def check_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
+def verify_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
     """Raise UnsupportedParameterError if the model keeps something of a sample that later samples meet.
 
     Returns the paths that every forward changes alike. `others`: runs with another first chosen sample. `thorough`:
@@ -64,8 +64,8 @@ def check_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[
                 f"read it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
                 f"calls, not data."
             )
-        _check_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
-    _check_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be restored")
+        _verify_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
+    _verify_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be restored")
     return set(kept[0])
 
 
@@ -91,7 +91,7 @@ def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
     return x.is_meta or same(x, y)
 
 
-def _check_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
+def _verify_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
     for x, y in zip(first, second, strict=True):
         x, y = x.reshape(1, -1), y.reshape(1, -1)
         if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):

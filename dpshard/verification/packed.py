@@ -22,13 +22,13 @@ from dpshard.errors import VerificationError
 from dpshard.interception import PackedRun, Run, by_unit, is_block_mask
 from dpshard.records import Owners
 from dpshard.verification.bench import Bench, RunFailedError
-from dpshard.verification.company import check_additive
+from dpshard.verification.company import verify_additive
 from dpshard.verification.gradients import (
     Differentiated,
     Found,
-    check_norms_and_sums,
     differentiate,
     sketched_gradients,
+    verify_norms_and_sums,
 )
 from dpshard.verification.kept import objective_of, statistics_kept
 from dpshard.verification.objectives import Loss, Objective
@@ -92,7 +92,7 @@ def _other_ids(x: Tensor, others: Tensor) -> Tensor:
     return others if x.dtype == torch.bool else torch.where((x < 0) | (others < 0), x, others)
 
 
-def check_packed(
+def verify_packed(
     bench: Bench,
     backend: Differentiated,
     clipper: Clipper,
@@ -114,13 +114,13 @@ def check_packed(
         found = [*found, objective_of(model, path, kept[path])]
     del kept, kept_alone
     try:
-        check_units(bench, backend, clipper, found)
+        verify_units(bench, backend, clipper, found)
     except VerificationError as error:
-        if isinstance(error, RunFailedError) or not in_double(check_units, found):
+        if isinstance(error, RunFailedError) or not in_double(verify_units, found):
             raise
     rounds = [False, True] if thorough else [bool(random.integers(2))]
     for scaled in rounds:
-        _check_company(bench, together, random, scaled=scaled)
+        _verify_company(bench, together, random, scaled=scaled)
 
 
 def _refuse_objects(run: PackedRun) -> None:
@@ -189,7 +189,7 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
     return [*found, along] if seeds else found
 
 
-def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
+def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
     """Raise VerificationError unless norms and clipped sums of the chosen units equal those of each unit alone."""
     run, chosen = bench.run, bench.chosen
     assert isinstance(run, PackedRun)
@@ -211,9 +211,9 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
         del output
         singles = [sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
         if objective.__name__ == "along":
-            _check_strangers(found.norms, others_U, parameters, half=bench.half)
+            _verify_strangers(found.norms, others_U, parameters, half=bench.half)
         norms = {index: norm_U[chosen] for index, norm_U in found.norms.items()}
-        check_norms_and_sums(
+        verify_norms_and_sums(
             found.sums,
             singles,
             norms,
@@ -226,7 +226,7 @@ def check_units(bench: Bench, backend: Differentiated, clipper: Clipper, objecti
         )
 
 
-def _check_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Sequence[Tensor], *, half: bool) -> None:
+def _verify_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Sequence[Tensor], *, half: bool) -> None:
     """Raise VerificationError if outputs of some units have gradients at tokens of others."""
     for norm_U in norms.values():
         own, strange = norm_U[~others_U].max(), norm_U[others_U].amax() if others_U.any() else norm_U.new_zeros(())
@@ -237,7 +237,7 @@ def _check_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Seq
             )
 
 
-def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Generator, *, scaled: bool) -> None:
+def _verify_company(bench: Bench, together: Sequence[Any], random: np.random.Generator, *, scaled: bool) -> None:
     """Raise VerificationError if other contents of half of the units move outputs of the other half."""
     run = bench.run
     assert isinstance(run, PackedRun)
@@ -270,18 +270,18 @@ def _check_company(bench: Bench, together: Sequence[Any], random: np.random.Gene
         for x, y in zip(before, now or (), strict=False):
             place = _place(run, x) if x.dim() else None
             if kept and place is not None and x.shape == y.shape:
-                _check_kept(bench, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
+                _verify_kept(bench, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
     scalars = [i for i, x in enumerate(before) if x.dim() == 0]
     if scalars and not scaled and after is not None and third is not None:
         fourth = values(units)
         for i in scalars if fourth is not None else ():
             try:
-                check_additive(bench, [before[i], after[i], third[i], fourth[i]])  # type: ignore[index]
+                verify_additive(bench, [before[i], after[i], third[i], fourth[i]])  # type: ignore[index]
             except VerificationError as error:
                 raise VerificationError(f"{str(error).partition(' Likely causes')[0]} {CAUSES}") from error
 
 
-def _check_kept(bench: Bench, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _verify_kept(bench: Bench, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     x, y = (
         torch.cat([part.reshape(-1, *(part.shape[1:] or (1,))) for part in parts]) for parts in zip(*pairs, strict=True)
     )

@@ -27,13 +27,13 @@ from dpshard.errors import BatchLayoutError, VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
-from dpshard.verification.company import Others, check_company, check_other_ranks
-from dpshard.verification.gradients import check_gradients
+from dpshard.verification.company import Others, verify_company, verify_other_ranks
+from dpshard.verification.gradients import verify_gradients
 from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
-from dpshard.verification.lengths import check_lengths
-from dpshard.verification.memory import check_memory, others_of
+from dpshard.verification.lengths import verify_lengths
+from dpshard.verification.memory import others_of, verify_memory
 from dpshard.verification.objectives import Loss, objectives
-from dpshard.verification.packed import check_packed, pick_units, shuffled
+from dpshard.verification.packed import pick_units, shuffled, verify_packed
 from dpshard.verification.samples import SAMPLES, has_numbers, pick
 from dpshard.verification.verdict import Verdict
 from dpshard.verification.watch import Watch
@@ -165,18 +165,18 @@ class Verifier:
             del kept, kept_alone
             # With an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
-            counters = check_memory(bench, others_of(bench), thorough=thorough) if thorough or not gradients else set()
+            counters = verify_memory(bench, others_of(bench), thorough=thorough) if thorough or not gradients else set()
             if thorough:
-                check_other_ranks(bench, self._ranks.rank, self._ranks.world_size)
+                verify_other_ranks(bench, self._ranks.rank, self._ranks.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             if gradients:
                 self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
                 self._compare_kept(bench, statistics, random)
-            check_company(bench, shapes, random, draws, both=thorough)
+            verify_company(bench, shapes, random, draws, both=thorough)
             bench.draws = AS_DRAWN
             if self._watch.lengths_vary and not self._meets(replay, run) and run.rows_per_unit == 1:
-                check_lengths(bench)
+                verify_lengths(bench)
         self._watch.accept(replay.parameters.model, counters)
 
     def _verify_packed(
@@ -192,10 +192,10 @@ class Verifier:
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
             bench = Bench(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
             double = functools.partial(self._packed_in_double, bench)
-            check_packed(bench, sharding, self._clipper, random, double, thorough=thorough)
+            verify_packed(bench, sharding, self._clipper, random, double, thorough=thorough)
             bench.draws = AS_DRAWN
             others = [run.with_contents(chosen[:1], shuffled)]
-            counters = check_memory(bench, others, thorough=thorough)
+            counters = verify_memory(bench, others, thorough=thorough)
         self._watch.accept(replay.parameters.model, counters)
 
     def _packed_in_double(self, bench: Bench, compare: Callable[..., None], found: Any) -> bool:
@@ -207,7 +207,7 @@ class Verifier:
             ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
         for scaled, magnified in ways:
             both = thorough and not magnified
-            compare = functools.partial(check_gradients, outlier=scaled, magnified=magnified, both_orders=both)
+            compare = functools.partial(verify_gradients, outlier=scaled, magnified=magnified, both_orders=both)
             try:
                 compare(bench, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):

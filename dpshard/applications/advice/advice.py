@@ -23,7 +23,7 @@ from dpshard.applications.advice.starts import (
     Task,
 )
 from dpshard.applications.advice.trade_offs import Budget, TradeOff, smallest_within, trade_offs
-from dpshard.config import BatchSchedule, ClippingStyle, check_choice, check_delta, check_positive
+from dpshard.config import BatchSchedule, ClippingStyle, require_choice, require_delta, require_positive
 from dpshard.errors import ConfigurationError
 
 LARGEST_DELTA = 1e-5
@@ -104,11 +104,11 @@ def advise(
     --model`, or package.module:function; `pretrained` says that its weights are public. `hours` limits the compute; it
     needs `samples_per_second`, the speed of private training. Raises ConfigurationError for values out of range.
     """
-    check_choice("task", task, get_args(Task))
+    require_choice("task", task, get_args(Task))
     BatchSchedule.parse(1, sample_size=sample_size, steps=1)  # checks sample_size
-    check_positive("target_epsilon", target_epsilon)
+    require_positive("target_epsilon", target_epsilon)
     delta = _default_delta(sample_size) if target_delta is None else target_delta
-    check_delta(delta, sample_size)
+    require_delta(delta, sample_size)
     start = _start(task, pretrained)
     model = _model(start, task, model)
     limit = _limit(hours, samples_per_second)
@@ -175,10 +175,10 @@ def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
             f"hours={hours!r} needs samples_per_second, the speed of private training: divide the samples of a step by "
             f"its seconds, which `dpshard bench` measures."
         )
-    check_positive("samples_per_second", samples_per_second)
+    require_positive("samples_per_second", samples_per_second)
     if hours is None:
         return None
-    check_positive("hours", hours)
+    require_positive("hours", hours)
     if hours * 3600 * samples_per_second < 1:
         raise ConfigurationError(f"hours={hours!r} is over before the first sample: allow more.")
     return int(hours * 3600 * samples_per_second)

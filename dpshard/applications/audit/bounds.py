@@ -56,7 +56,7 @@ class Trials:
 
         Clopper and Pearson 1934, one-sided, half of the error each.
         """
-        error = (1 - check_confidence(confidence)) / 2
+        error = (1 - require_confidence(confidence)) / 2
         return (
             _clopper_pearson(self.false_positives, self.without, error),
             _clopper_pearson(self.false_negatives, self.within, error),
@@ -93,7 +93,7 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
 
 def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
     """Return a lower bound on epsilon from one run; smaller epsilons have p-values below 1 - confidence."""
-    error = 1 - check_confidence(confidence)
+    error = 1 - require_confidence(confidence)
 
     def rejected(epsilon: float) -> bool:
         return one_run_p_value(canaries, guesses, right, epsilon, delta) < error
@@ -121,7 +121,7 @@ class Guesses:
 
     def epsilon(self, delta: float, confidence: float) -> float:
         """Return the best lower bound on epsilon at `delta`; all numbers of guesses share the error."""
-        each = 1 - (1 - check_confidence(confidence)) / len(self.tried)
+        each = 1 - (1 - require_confidence(confidence)) / len(self.tried)
         return max(one_run_epsilon(self.canaries, n, right, delta, each) for n, right in self.tried)
 
 
@@ -142,7 +142,7 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
     return Guesses(m, tuple(tried))
 
 
-def check_confidence(confidence: float) -> float:
+def require_confidence(confidence: float) -> float:
     """Return `confidence`; raise ConfigurationError unless 0 < confidence < 1."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")

@@ -39,7 +39,7 @@ from dpshard.applications.audit.bounds import REFUTED_BEYOND, Trials
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.backends.deepspeed.config import is_model_engine
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import check_positive, is_count, refuse_units
+from dpshard.config import is_count, refuse_units, require_positive
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -125,7 +125,7 @@ def audit_steps(
     """
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
-    check_positive("noise_multiplier", noise_multiplier)
+    require_positive("noise_multiplier", noise_multiplier)
     _refuse_settings(options)
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)

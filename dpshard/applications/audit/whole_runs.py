@@ -31,7 +31,7 @@ from dpshard.accounting.mechanism import Mechanism
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.steps import Chances, StepsAudit, by_allocation, by_coins, judge, order_of, stepping
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
-from dpshard.config import check_positive, is_count, refuse_units, steps_of_epoch
+from dpshard.config import is_count, refuse_units, require_positive, steps_of_epoch
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -60,7 +60,7 @@ def audit_runs(
     """
     if not (is_count(trials) and trials >= 20):
         raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
-    check_positive("noise_multiplier", noise_multiplier)
+    require_positive("noise_multiplier", noise_multiplier)
     refuse_units(options, "audit_runs")
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared, function = prepare(model), parse_clipping_fn(clipping_fn)

@@ -57,10 +57,10 @@ def load(path: str) -> Callable[[], Subject]:
     Raises ConfigurationError if `path` names no function.
     """
     function = user_code.load(path)
-    return lambda: _checked(path, function)
+    return lambda: _subject(path, function)
 
 
-def _checked(path: str, function: Callable[[], Any]) -> Subject:
+def _subject(path: str, function: Callable[[], Any]) -> Subject:
     try:
         made = function()
     except TypeError as error:

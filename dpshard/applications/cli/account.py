@@ -16,7 +16,7 @@ from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Answer, Plan, draw, show, work_out
 from dpshard.applications.cli.formats import parse_phases, to_json
-from dpshard.config import AccountantName, BatchSchedule, NoiseName, check_choice
+from dpshard.config import AccountantName, BatchSchedule, NoiseName, require_choice
 from dpshard.errors import ConfigurationError
 
 BatchSize = Annotated[int | None, typer.Option(help="Expected logical batch in samples.")]
@@ -186,7 +186,7 @@ def _candidate(text: str, run: SampledMechanism) -> Counts:
 
 
 def _grid_elements(noise: str, elements: int | None) -> int | None:
-    check_choice("noise", noise, get_args(NoiseName))
+    require_choice("noise", noise, get_args(NoiseName))
     if (noise == "discrete-gaussian") != (elements is not None):
         raise ConfigurationError(
             "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, at a cost in epsilon "

@@ -98,7 +98,7 @@ def command(
         "trials": trials, "steps-per-trial": steps_per_trial, "canaries": canaries, "canary-kind": canary_kind,
         "confidence": confidence,
     }  # fmt: skip
-    _check(plan)
+    _require_one_task(plan)
     if target is not None and not target.parent.is_dir():
         raise RunFolderError(f"The folder of --json {target} does not exist: make it first.")
     in_other_processes(settings, context)
@@ -112,7 +112,7 @@ def command(
             raise typer.Exit(REFUTED)
 
 
-def _check(plan: Mapping[str, Any]) -> None:
+def _require_one_task(plan: Mapping[str, Any]) -> None:
     trials = FEWEST_TRIALS * (1 if plan["steps-per-trial"] == 1 else 2)
     for name, least in (("trials", trials), ("canaries", FEWEST_CANARIES)):
         if 0 < plan[name] < least:

@@ -13,7 +13,7 @@ from rich.table import Table
 from dpshard.applications.cli import console
 from dpshard.applications.cli.plan import parse_clipping
 from dpshard.applications.cli.run_folder import write_json
-from dpshard.config import check_positive
+from dpshard.config import require_positive
 
 if TYPE_CHECKING:
     from dpshard.applications.benchmark import Comparison, Measured
@@ -55,7 +55,7 @@ def command(
     """
     chosen = [parse_clipping(text) for text in clipping or ()]
     if threads is not None:
-        check_positive("threads", threads)
+        require_positive("threads", threads)
     with console.err.status("loading ..."):
         import torch
 

@@ -13,7 +13,7 @@ from dpshard.accounting import SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.mechanism import independent_error
 from dpshard.accounting.releases import SIMULATION_FAILURE
 from dpshard.applications.cli.formats import MOMENTUM_HELP, SAMPLING_HELP
-from dpshard.config import SamplingName, check_choice
+from dpshard.config import SamplingName, require_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
 from dpshard.noise.workloads import Workload
@@ -52,7 +52,7 @@ def parse(
     target_delta: float,
 ) -> SampledMechanism:
     """Return `run` with this sampling and correlation; raise ConfigurationError for pairs that cannot be analysed."""
-    check_choice("--sampling", sampling, get_args(SamplingName))
+    require_choice("--sampling", sampling, get_args(SamplingName))
     if sampling != "poisson" and not of_known_length:
         raise ConfigurationError(
             f"--sampling {sampling}: the noise is planned for a run of known length. Give --epochs or --steps, and ask "
@@ -61,7 +61,7 @@ def parse(
     if bands == "auto" and name not in (None, "none"):
         if target_epsilon is None:
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
-        check_choice("--correlation", name, list(KINDS))
+        require_choice("--correlation", name, list(KINDS))
         budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
         return _best(run, sampling, lambda bands: correlation_of(name, str(bands), momentum), name, budget)
     return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands, momentum))
@@ -71,7 +71,7 @@ def correlation_of(
     name: str | None, bands: str | None, momentum: float | None, *, buffers: bool = False
 ) -> BandedInverse | BandMF | None:
     """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
-    check_choice("--correlation", name, (None, "none", *KINDS))
+    require_choice("--correlation", name, (None, "none", *KINDS))
     name = None if name == "none" else name
     if buffers and name != "band-mf":
         raise ConfigurationError("--buffers is for --correlation band-mf: add it, or leave --buffers out.")

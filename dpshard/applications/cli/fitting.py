@@ -37,7 +37,7 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
             f"pydoc, or --data with a text column and no label column."
         )
     model = models.choose(data, settings.task) if settings.model == "auto" else settings.model
-    models.check_fits(model, data)
+    models.require_fits(model, data)
     optimizer = settings.optimizer
     table = data.kind in (Kind.FEATURES, Kind.NUMBERS)
     if optimizer == "auto":

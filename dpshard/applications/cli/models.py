@@ -41,10 +41,10 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         model = user_code.load(name)(tuple(data.example().shape), data.classes)
         if not isinstance(model, nn.Module):
             raise ConfigurationError(f"model={name!r} returned {type(model).__name__}, not a torch.nn.Module.")
-        _check_logits(name, model, data)
+        _require_logits(name, model, data)
         _replace_unsupported(model, told_to=settings.replace_unsupported)
         return model
-    check_fits(name, data)
+    require_fits(name, data)
     shape = tuple(data.example().shape)
     if data.kind in (Kind.FEATURES, Kind.NUMBERS):
         return make_network(name, math.prod(shape), data.numbers, data.classes)
@@ -61,8 +61,8 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
     return gpt(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
 
 
-def check_fits(name: str, data: Data) -> None:
-    """Raise ConfigurationError if the model `name` does not fit this kind of data."""
+def require_fits(name: str, data: Data) -> None:
+    """Raise ConfigurationError unless the model `name` fits this kind of data."""
     if name not in FITTING[data.kind] and not user_code.is_path(name):
         raise ConfigurationError(
             f"model={name!r} does not fit these data ({data.sample}); choose one of {['auto', *FITTING[data.kind]]}."
@@ -93,7 +93,7 @@ def require_equal(model: nn.Module, name: str, ranks: Ranks) -> None:
         )
 
 
-def _check_logits(name: str, model: nn.Module, data: Data) -> None:
+def _require_logits(name: str, model: nn.Module, data: Data) -> None:
     x = torch.stack([torch.as_tensor(data.example())] * 2)
     model.eval()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from dpshard.applications.cli import console, plan_time, plots
 from dpshard.applications.cli.options import options_of
 from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.run_folder import write_json
-from dpshard.config import CLIPPING_MODES, ClippingStyle, check_choice
+from dpshard.config import CLIPPING_MODES, ClippingStyle, require_choice
 
 if TYPE_CHECKING:
     from dpshard.applications.cli.plan_time import RunCosts
@@ -95,8 +95,8 @@ def _show(
 def parse_clipping(text: str) -> tuple[str, str]:
     """Return style and mode of `STYLE[:MODE]`; raise ConfigurationError for unknown ones."""
     style, _, mode = text.partition(":")
-    check_choice("clipping", style, get_args(ClippingStyle))
-    check_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
+    require_choice("clipping", style, get_args(ClippingStyle))
+    require_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
     return style, mode or "auto"
 
 

@@ -13,7 +13,7 @@ import yaml
 
 from dpshard.applications import user_code
 from dpshard.applications.cli.formats import MOMENTUM_HELP, SAMPLING_HELP, field_of_option, parse_phases, parse_weights
-from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, check_choice
+from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingName, require_choice
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
@@ -302,7 +302,7 @@ def _coerce(name: str, value: Any, hint: Any) -> Any:
     if value is None and NoneType in get_args(hint):
         return None
     if get_origin(hint) is Literal:
-        check_choice(name, value, get_args(hint))
+        require_choice(name, value, get_args(hint))
         return value
     kind = kinds[0]
     try:

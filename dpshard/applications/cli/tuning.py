@@ -271,8 +271,8 @@ class SearchFolder:
         """Keep other processes from this search; a trial that outlives a killed search keeps them from it, too."""
         return RunFolder(self.path).locked(by_children=True)
 
-    def check_inputs(self, plan: Plan) -> None:
-        """Raise RunFolderError if the data, or the facts of their columns, have changed since the search began."""
+    def require_inputs(self, plan: Plan) -> None:
+        """Raise RunFolderError unless the data, and facts of their columns, are those that the search began with."""
         with intact(self.inputs, "restore it from a copy, or start a new search"):
             before = json.loads(self.inputs.read_text("utf-8"))
             changed = [name for name, found in _fingerprints(plan).items() if before[name] != found]
@@ -311,7 +311,7 @@ def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) ->
     run = RunFolder(path)
     if run.report.exists():
         return 0
-    folder.check_inputs(plan)
+    folder.require_inputs(plan)
     if run.config.is_file() and any(run.checkpoints.glob("step-*")):
         arguments = ["--resume", str(path)]
     else:
@@ -334,8 +334,8 @@ def launch_trial(arguments: list[str], log: Path) -> int:
 def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
     """Choose the best trial, write its weights and the report, and remove all trials."""
     drawn = folder.drawn()
-    folder.check_inputs(plan)
-    reports = [_checked(folder, plan, number) for number in range(len(drawn))]
+    folder.require_inputs(plan)
+    reports = [_require_report(folder, plan, number) for number in range(len(drawn))]
     best = max(range(len(drawn)), key=partial(_score_of, folder, plan), default=None)
     names = [name for name in plan.candidates[0] if len({str(c[name]) for c in plan.candidates}) > 1]
     result: dict[str, Any] = {
@@ -373,7 +373,7 @@ def statement(plan: Plan) -> str:
     )
 
 
-def _checked(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
+def _require_report(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
     """Return the report of a trial; raise AccountingError unless it cost what the plan says."""
     run = RunFolder(folder.trials / f"{number:04}")
     path = run.report.with_suffix(".json")

@@ -10,7 +10,7 @@ from dpshard.applications.planner.depth import rank_of
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.simulation import Clipping, Setup, fake_ranks
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
-from dpshard.config import check_positive, is_count
+from dpshard.config import is_count, require_positive
 from dpshard.errors import ConfigurationError
 from dpshard.records.offload import RESERVE
 
@@ -153,7 +153,7 @@ def make_plan(
         raise ConfigurationError(f"ranks={setup.ranks}: a plan needs at least 2 ranks.")
     limit = None
     if gpu_memory is not None:
-        check_positive("gpu_memory", gpu_memory)
+        require_positive("gpu_memory", gpu_memory)
         limit = round(gpu_memory * GIB)
     estimates = []
     report("building the model")

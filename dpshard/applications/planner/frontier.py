@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dpshard.applications.advice.trade_offs import Budget
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.config import check_positive, check_probability, is_count
+from dpshard.config import is_count, require_positive, require_probability
 from dpshard.errors import ConfigurationError
 
 SIZES = (3e8, 1e9, 3e9, 1e10)
@@ -67,8 +67,8 @@ def parse_means(text: str, seq: int | None = None) -> Means:
     if sorted(given) != sorted(KEYS):
         raise ConfigurationError(f"--budget {text!r}: give epsilon=E,delta=D,gpu-hours=H,dataset=N, all four.")
     for key in ("epsilon", "gpu-hours", "dataset"):
-        check_positive(f"--budget: {key}", given[key])
-    check_probability("--budget: delta", given["delta"])
+        require_positive(f"--budget: {key}", given[key])
+    require_probability("--budget: delta", given["delta"])
     if seq is not None and not is_count(seq):
         raise ConfigurationError(f"--seq {seq!r}: give the tokens of a sample, at least 1.")
     return Means(

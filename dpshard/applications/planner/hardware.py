@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from dpshard.config import check_choice, check_positive, is_count
+from dpshard.config import is_count, require_choice, require_positive
 from dpshard.errors import ConfigurationError
 
 
@@ -53,9 +53,9 @@ class Hardware:
     """GPUs of a node."""
 
     def __post_init__(self) -> None:
-        check_choice("gpu", self.gpu, list(GPUS))
+        require_choice("gpu", self.gpu, list(GPUS))
         for name in ("mfu", "intra", "inter", "pcie"):
-            check_positive(name, getattr(self, name))
+            require_positive(name, getattr(self, name))
         if self.mfu > 1:
             raise ConfigurationError(f"mfu={self.mfu!r}: it is a share of the peak, at most 1.")
         if not (isinstance(self.latency, float | int) and 0 <= self.latency < math.inf):

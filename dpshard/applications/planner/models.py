@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dpshard.applications.extras import require
 from dpshard.applications.transformer import GPT, Block
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 from dpshard.errors import ConfigurationError
 
 
@@ -146,7 +146,7 @@ def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
     """
     if name.startswith("hf:") or name in CONFIGURATIONS:
         return _from_transformers(name, seq, checkpointing)
-    check_choice("model", name, [*PRESETS, *CONFIGURATIONS, "hf:NAME_OR_PATH"])
+    require_choice("model", name, [*PRESETS, *CONFIGURATIONS, "hf:NAME_OR_PATH"])
     return PRESETS[name].build(seq=seq, checkpointing=checkpointing)
 
 

@@ -100,7 +100,7 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
     """
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
-    _check_mesh(setup)
+    _require_mesh(setup)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
     gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
@@ -112,7 +112,7 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _check_mesh(setup: Setup) -> None:
+def _require_mesh(setup: Setup) -> None:
     model_ranks = setup.tp * setup.cp
     if setup.ranks % model_ranks or setup.ranks == model_ranks:
         raise ConfigurationError(

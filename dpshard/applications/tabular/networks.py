@@ -7,7 +7,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor, nn
 
-from dpshard.config import check_choice
+from dpshard.config import require_choice
 
 NetworkName = Literal["linear", "mlp"]
 
@@ -21,7 +21,7 @@ def make_network(name: str, features: int, numbers: int, outputs: int) -> nn.Mod
 
     "linear" is a linear map of the features, "mlp" one hidden layer.
     """
-    check_choice("model", name, get_args(NetworkName))
+    require_choice("model", name, get_args(NetworkName))
     return Linear(features, outputs) if name == "linear" else MLP(features, numbers, outputs)
 
 

@@ -48,7 +48,7 @@ def refuse_unsupported(model_engine: Any) -> int:
 
 
 def require_no_accumulation(model_engine: Any) -> None:
-    """Raise ConfigurationError if DeepSpeed divides losses by a number of micro-batches."""
+    """Raise ConfigurationError unless DeepSpeed leaves losses undivided by a number of micro-batches."""
     steps = model_engine.gradient_accumulation_steps()
     if steps != 1:
         raise ConfigurationError(

@@ -14,7 +14,7 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.integrations.loaders import loading_options
 from dpshard.integrations.opacus.progress import Progress
-from dpshard.integrations.opacus.settings import check_accounted
+from dpshard.integrations.opacus.settings import refuse_unaccounted
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
 """Samplers that only order samples, or assign them to ranks: Poisson sampling replaces them."""
@@ -43,7 +43,7 @@ class DPDataLoader:
 
         `distributed` has no effect: ranks share one logical batch. Raises ConfigurationError for a `generator`.
         """
-        check_accounted(batch_first=True, noise_generator=generator)
+        refuse_unaccounted(batch_first=True, noise_generator=generator)
         return cls(original_loader(data_loader))
 
     @property

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from dpshard import engine as core
-from dpshard.config import AccountantName, LossReduction, SamplingName, check_choice
+from dpshard.config import AccountantName, LossReduction, SamplingName, require_choice
 from dpshard.errors import ConfigurationError, EngineInUseError
 from dpshard.integrations.opacus.accountants import Accountant
 from dpshard.integrations.opacus.criterion import DPLoss
@@ -20,7 +20,7 @@ from dpshard.integrations.opacus.data_loader import DPDataLoader, expected_batch
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
-from dpshard.integrations.opacus.settings import ClippingSettings, check_accounted
+from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unaccounted
 from dpshard.integrations.opacus.validators import ModuleValidator
 
 _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
@@ -38,7 +38,7 @@ class PrivacyEngine:
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        check_choice("accountant", accountant, tuple(_ACCOUNTANTS))
+        require_choice("accountant", accountant, tuple(_ACCOUNTANTS))
         self.accountant = Accountant()
         self.secure_mode = secure_mode
         self._accountant_name: AccountantName = _ACCOUNTANTS[accountant]
@@ -80,7 +80,7 @@ class PrivacyEngine:
         Raises ConfigurationError for settings that cannot be accounted: batch_first=False, a noise_generator, adaptive
         clipping; EngineInUseError on a second call.
         """
-        check_accounted(batch_first=batch_first, noise_generator=noise_generator)
+        refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
             module,
@@ -116,7 +116,7 @@ class PrivacyEngine:
 
         A step that would exceed `target_epsilon` raises BudgetExceededError.
         """
-        check_accounted(batch_first=batch_first, noise_generator=noise_generator)
+        refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
             module,
@@ -147,7 +147,7 @@ class PrivacyEngine:
         self._require_unused()
         module = module._module if isinstance(module, GradSampleModule) else module
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
-        _check_same_parameters(module, optimizer)
+        _require_same_parameters(module, optimizer)
         reduction = settings.loss_reduction
         loss = DPLoss(criterion or nn.CrossEntropyLoss(reduction=reduction), reduction) if settings.ghost else None
         loader = original_loader(data_loader)
@@ -242,7 +242,7 @@ class PrivacyEngine:
         return saved
 
 
-def _check_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
+def _require_same_parameters(module: nn.Module, optimizer: Optimizer) -> None:
     held = {p for group in optimizer.param_groups for p in group["params"]}
     trained = {p for p in module.parameters() if p.requires_grad}
     if not held <= set(module.parameters()) or not trained <= held:

@@ -63,7 +63,7 @@ class ClippingSettings:
         )
 
 
-def check_accounted(*, batch_first: bool, noise_generator: Any) -> None:
+def refuse_unaccounted(*, batch_first: bool, noise_generator: Any) -> None:
     """Raise ConfigurationError for settings that cannot be accounted."""
     if not batch_first:
         raise ConfigurationError(

@@ -25,7 +25,7 @@ _VERIFIED = (Llama3Model.Config, Qwen3Model.Config)
 """Models that were compared under tensor parallelism."""
 
 
-def check(config: Any) -> None:
+def refuse_unsupported(config: Any) -> None:
     """Raise ConfigurationError, with the reason, if `config` has a setting that private training does not support."""
     model = None if config.model_spec is None else config.model_spec.model
     refused = _of_ranks(config.parallelism) | _of_execution(config)

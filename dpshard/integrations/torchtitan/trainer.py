@@ -31,7 +31,7 @@ from dpshard.integrations.torchtitan.context import DocumentParts
 from dpshard.integrations.torchtitan.documents import Documents, Rows
 from dpshard.integrations.torchtitan.model import prepared
 from dpshard.integrations.torchtitan.privacy import Privacy
-from dpshard.integrations.torchtitan.refusals import check
+from dpshard.integrations.torchtitan.refusals import refuse_unsupported
 from dpshard.losses import packed_cross_entropy, sample_losses
 from dpshard.sampling import Packing
 
@@ -51,7 +51,7 @@ class PrivateTrainer(Trainer):
     config: Config  # type: ignore[assignment]
 
     def __init__(self, config: Config) -> None:
-        check(config)
+        refuse_unsupported(config)
         config.model_spec = prepared(config.model_spec)
         super().__init__(config)
         model, training = self.model_parts[0], config.training

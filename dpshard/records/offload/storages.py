@@ -41,7 +41,7 @@ class Storage:
             self.place = self.place.clone()
 
     def require_unwritten(self) -> None:
-        """Raise LogicalBatchError if the bytes were written since they came, while they were on the device."""
+        """Raise LogicalBatchError unless the bytes on the device are as they came."""
         if self._watched is not None and self._watched._version != self._version:
             raise changed(self.name)
 
@@ -92,7 +92,7 @@ class Waiting:
         return [value.storage for value in self.values.values() if isinstance(value, View)]
 
     def require_unwritten(self) -> None:
-        """Raise LogicalBatchError if tensors were written that stay as they are."""
+        """Raise LogicalBatchError unless the tensors that stay are as they were."""
         if self.versions is not None and versions(self.kind(**self.values)) != self.versions:
             raise changed(self.name)
 

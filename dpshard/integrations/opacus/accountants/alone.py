@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from dpshard.accounting import Release, epsilon_of
-from dpshard.config import AccountantName, check_choice
+from dpshard.config import AccountantName, require_choice
 from dpshard.errors import ConfigurationError
 
 
@@ -79,5 +79,5 @@ class GaussianAccountant(IAccountant):
 def create_accountant(mechanism: str) -> IAccountant:
     """Return a new accountant by Opacus's name of it; raise ConfigurationError for another name."""
     kinds = {kind.mechanism(): kind for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)}
-    check_choice("mechanism", mechanism, tuple(kinds))
+    require_choice("mechanism", mechanism, tuple(kinds))
     return kinds[mechanism]()

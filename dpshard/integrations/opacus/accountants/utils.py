@@ -6,7 +6,7 @@ import math
 import warnings
 
 from dpshard.accounting import SampledMechanism, calibrate
-from dpshard.config import AccountantName, BatchSchedule, check_choice
+from dpshard.config import AccountantName, BatchSchedule, require_choice
 from dpshard.errors import ConfigurationError
 
 _RESOLUTION = 10**9
@@ -27,7 +27,7 @@ def get_noise_multiplier(
 
     Raises ConfigurationError for impossible settings, AccountingError if no noise suffices.
     """
-    check_choice("accountant", accountant, tuple(_METHODS))
+    require_choice("accountant", accountant, tuple(_METHODS))
     if (epochs is None) == (steps is None):
         raise ConfigurationError(f"epochs={epochs!r}, steps={steps!r}: give exactly one of them.")
     if not 0 < sample_rate <= 1:
