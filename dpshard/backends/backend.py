@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.expert_parts import ExpertRanks
-from dpshard.backends.model_parts import Grid
+from dpshard.backends.grid import Grid
 from dpshard.backends.roles import GradientStore, Reduction
 from dpshard.backends.sharding import Sharding
 from dpshard.backends.stages import Stages

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Watch(TorchDispatchMode):
     """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
 
-    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh. If these
-    ranks have samples of their own (`rows_only`), they may send each other rows, which routing follows, and whole
-    numbers.
+    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh; of a group
+    without a mesh, on a mesh of its ranks. If these ranks have samples of their own (`rows_only`), they may send each
+    other rows, which routing follows, and whole numbers.
     """
 
     supports_higher_order_operators = True
@@ -26,7 +26,7 @@ class Watch(TorchDispatchMode):
     def __init__(
         self,
         refuse: Callable[[str, str, bool], None],
-        known: tuple[ProcessGroup, DeviceMesh | None] | None = None,
+        known: Sequence[tuple[ProcessGroup, DeviceMesh | None]] = (),
         *,
         rows_only: bool = False,
     ) -> None:
@@ -35,10 +35,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         in_parts = any(issubclass(kind, DTensor) for kind in types)
-        leaves = pytree.tree_leaves((args, kwargs)) if self._known is not None else []
+        leaves = pytree.tree_leaves((args, kwargs)) if self._known else []
         if in_parts:
-            known = all(self._is_known_mesh(x.device_mesh) for x in leaves if isinstance(x, DTensor))
-            known = known and self._known is not None
+            placed = [x for x in leaves if isinstance(x, DTensor)]
+            known = bool(self._known) and all(self._is_known_mesh(x.device_mesh) for x in placed)
         else:
             known = any(map(self._is_known_group, leaves)) if "c10d" in func.namespace else False
             known = known and (not self._rows_only or _sends_rows(func, leaves))
@@ -49,20 +49,17 @@ class Watch(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def _is_known_mesh(self, mesh: DeviceMesh) -> bool:
-        if self._known is None:
-            return False
-        group, parameters_mesh = self._known
-        if parameters_mesh is not None:
-            return mesh == parameters_mesh
-        return mesh.ndim == 1 and get_process_group_ranks(mesh.get_group()) == get_process_group_ranks(group)
+        return any(mesh == own if own is not None else _is_of(mesh, group) for group, own in self._known)
 
     def _is_known_group(self, x: Any) -> bool:
-        if self._known is None:
-            return False
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
             x = ProcessGroup.unbox(x)
         name = x.group_name if isinstance(x, ProcessGroup) else x
-        return isinstance(name, str) and name == self._known[0].group_name
+        return isinstance(name, str) and any(name == group.group_name for group, _ in self._known)
+
+
+def _is_of(mesh: DeviceMesh, group: ProcessGroup) -> bool:
+    return mesh.ndim == 1 and get_process_group_ranks(mesh.get_group()) == get_process_group_ranks(group)
 
 
 def _sends_rows(func: Any, leaves: list[Any]) -> bool:

@@ -194,7 +194,7 @@ class DotGradStore:
         if parts is None:
             return release_(shards).square()
         cut, same = parts.divide(shards)
-        return parts.over_ranks(release_(cut).square().to(parts.device)) + release_(same).square().to(parts.device)
+        return parts.over_shards(*(release_(some).square().to(parts.device) for some in (cut, same)))
 
     def _find_totals(self) -> dict[str, tuple[Tensor, SumShard]]:
         """Return this rank's part of the sums, in float32 or wider, and as shards; zeros where no gradient arrived.

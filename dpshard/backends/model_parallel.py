@@ -14,7 +14,7 @@ Not detected: messages outside torch.distributed, and messages in a branch that 
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -136,6 +136,11 @@ class KnownParts(Protocol):
     meets: bool
     of_samples: bool
 
+    @property
+    def axes(self) -> Sequence[KnownParts]:
+        """See ModelParts."""
+        ...
+
 
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
     """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
@@ -152,7 +157,7 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
     stage = parts is not None and not parts.meets
     if not stage:
         _refuse_pipeline(_callers())
-    known = None if parts is None or stage else (parts.group, parts.mesh)
+    known = [] if parts is None or stage else [(axis.group, axis.mesh) for axis in parts.axes]
     rows_only = parts is not None and parts.of_samples
     with Watch(_refuse_mixing if rows_only else _refuse, known, rows_only=rows_only):
         yield

@@ -9,8 +9,8 @@ are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts 
 What makes a guarantee of this:
 - a factor is computed from a norm that all model ranks add up in one order, so it is bitwise equal on them;
 - the digest of the sums is that of all parts, and of whole sums once, so the noise is that of one process;
-- whole sums must have one digest on all model ranks, or the release is refused: a gradient that a model rank has alone
-  (a forgotten reduction, other samples, other dropout) is in no norm but its own.
+- whole sums must have one digest on all model ranks, or the release is refused (grid.py): a gradient that a model rank
+  has alone (a forgotten reduction, other samples, other dropout) is in no norm but its own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dpshard.backends.communicator import Communicator
 from dpshard.backends.slices import Slices
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import SumShard
@@ -85,6 +84,16 @@ class ModelParts:
         group, kinds = declared
         cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
         return cls(group, device, cut, termwise)
+
+    @property
+    def terms(self) -> ModelParts:
+        """See Parts."""
+        return self
+
+    @property
+    def axes(self) -> Sequence[ModelParts]:
+        """The dimensions of the grid of these ranks, the outermost first."""
+        return (self,)
 
     @property
     def in_terms(self) -> bool:
@@ -175,6 +184,10 @@ class ModelParts:
         """See Parts."""
         return self.over_ranks(cut_B + whole_B if self.rank == 0 else cut_B)
 
+    def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
+        """See Parts."""
+        return self.norm_sq(cut_X, whole_X)
+
     def over_ranks(self, x: Tensor) -> Tensor:
         """Return the sum of a vector over the ranks: each adds the same numbers in the same order."""
         return self.gather(x).sum(0)
@@ -234,6 +247,10 @@ class ModelParts:
             return list(shards), []
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
 
+    def over_shards(self, parts: Tensor, same: Tensor) -> Tensor:
+        """Return a figure of all shards, from those of what `divide` returns."""
+        return self.over_ranks(parts) + same
+
     # --- where parts lie --------------------------------------------------------------------------------------------
 
     def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
@@ -266,54 +283,6 @@ class ModelParts:
     def joined(self, name: str, part: Tensor) -> Tensor:
         """Return the whole of a plain parameter or gradient; all model ranks call it."""
         return torch.cat(list(self.gather(part)), self._cut[name]) if name in self._cut else part
-
-
-class Grid:
-    """All ranks, as data ranks times model ranks. Raises ConfigurationError if they are not a grid of all ranks."""
-
-    def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
-        self._sizes, self._unlike = (data.world_size, parts.size), parts.unlike
-        if data.world_size * parts.size != everyone.world_size:
-            raise ConfigurationError(
-                f"{data.world_size} ranks share the data, and {parts.size} the model, but there are "
-                f"{everyone.world_size} ranks: the role of the others is unknown. Make the groups such that every rank "
-                f"has one place in each (init_device_mesh with a dimension for each)."
-            )
-        of_data = dist.get_process_group_ranks(data.group) if data.group is not None else [dist.get_rank()]
-        own = [data.rank, parts.rank, min(of_data), min(dist.get_process_group_ranks(parts.group))]
-        places = everyone.all_gather(torch.tensor(own, device="cpu")).cpu().tolist()
-        self._order = sorted(range(len(places)), key=lambda rank: places[rank][:2])
-        # The ranks of one model have one data rank, and the other way round.
-        straight = all(
-            len({tuple(place[:2]) for place in places}) == len(places)
-            and len({place[i] for place in places if place[j] == group}) == 1
-            for i, j in ((0, 3), (1, 2))
-            for group in {place[j] for place in places}
-        )
-        if not straight:
-            raise ConfigurationError(
-                "The groups of ranks that share the data, and of those that share the model, do not cross in one rank "
-                "each: ranks of one model would get different samples. Take both from one init_device_mesh."
-            )
-
-    def whole(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digests [data ranks, L] from those of parts, of whole sums and of inputs, [all ranks, 2 L + 1].
-
-        Raises LogicalBatchError if the model ranks' inputs or whole sums differ.
-        """
-        ranks_DML = ranks_WL[self._order].unflatten(0, self._sizes)
-        parts_DML, same_DML, inputs_DM = *ranks_DML[..., :-1].chunk(2, 2), ranks_DML[..., -1]
-        if bool((inputs_DM != inputs_DM[:, :1]).any()):
-            raise LogicalBatchError(f"{self._unlike} Call zero_grad() to start afresh.")
-        if bool((same_DML != same_DML[:, :1]).any()):
-            raise LogicalBatchError(
-                "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "
-                "so the norms of samples do not fit the sums to release. Give all ranks the same samples, "
-                "the same random numbers (torch.manual_seed before dropout), and whole gradients: in tensor "
-                "parallelism by hand, reduce the gradients of what enters column-wise maps, and name parameters that "
-                "see a part of the sequence 'sum'. Call zero_grad() to start afresh."
-            )
-        return parts_DML.sum(1) + same_DML[:, 0]
 
 
 def kinds_of(

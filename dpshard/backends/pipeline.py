@@ -15,8 +15,9 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.ddp import refuse_other_reductions
 from dpshard.backends.grad_store import DotGradStore
+from dpshard.backends.grid import Grid
 from dpshard.backends.model_parallel import refuse_foreign_placements
-from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts
+from dpshard.backends.model_parts import DeclaredParts, ModelParts
 from dpshard.backends.sharding import Unsharded
 from dpshard.backends.stage_sums import SilentReducer, WholeSums
 from dpshard.backends.stages import Stages

@@ -15,9 +15,10 @@ from torch.nn.parameter import is_lazy
 
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.expert_parts import ExpertParts, ExpertRanks, are_experts
+from dpshard.backends.grid import Grid
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
-from dpshard.backends.model_parts import DeclaredParts, Grid, ModelParts, Place
+from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, canonical_name, is_compiled, modules_of, parameters_of
 from dpshard.records import WIDE

@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.grad_store import DotGradStore
+from dpshard.backends.grid import Grid
 from dpshard.backends.local import DirectReduction
-from dpshard.backends.model_parts import Grid, ModelParts
+from dpshard.backends.model_parts import ModelParts
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import canonical_name

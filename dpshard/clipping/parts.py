@@ -67,6 +67,10 @@ class Parts(Protocol):
         """Squared norms [B] from those of this rank's parts and of whole gradients, bitwise equal on all ranks."""
         ...
 
+    def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
+        """Squared norms [X] from those of this rank's parts, and of what it holds whole, of sums over all terms."""
+        ...
+
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
         """Return this rank's slices [B, n] of the sums of all ranks' terms [B, *shape], for a parameter of terms."""
         ...
@@ -76,5 +80,10 @@ class Parts(Protocol):
         ...
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' terms, bitwise equal on all of them."""
+        """Return the sum of the ranks' terms under SequenceParallel, bitwise equal on all of them."""
+        ...
+
+    @property
+    def terms(self) -> Parts:
+        """The ranks of which each has a term, for parameters of terms: these, or others."""
         ...

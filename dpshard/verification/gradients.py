@@ -202,8 +202,8 @@ def sketched_gradients(
 def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
     """Return this rank's part of a gradient, or the whole of one that is a sum over ranks."""
     if is_placed(gradient):
-        return gradient.redistribute(placements=parameter.placements).to_local()
-    return parts.summed(gradient) if parts.is_termwise(name) else gradient
+        gradient = gradient.redistribute(placements=parameter.placements).to_local()
+    return parts.terms.summed(gradient) if parts.is_termwise(name) else gradient
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
@@ -216,7 +216,7 @@ def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> l
         return list(squares)
     squared = torch.tensor([x for _, x in values], dtype=torch.float64, device="cpu")
     add_up = torch.tensor([parts.is_cut(name) for name, _ in values], device="cpu")
-    total = iter(parts.norm_sq(squared.where(add_up, 0.0), squared.where(~add_up, 0.0)).tolist())
+    total = iter(parts.norm_sq_of_sums(squared.where(add_up, 0.0), squared.where(~add_up, 0.0)).tolist())
     return [{name: next(total) for name in some} for some in squares]
 
 

@@ -27,8 +27,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from dpshard.applications.planner.models import Subject
 from dpshard.applications.transformer import GPT, Attention, Block
+from dpshard.backends import grid
 from dpshard.backends.communicator import Communicator
-from dpshard.backends.model_parts import Grid, ModelParts
+from dpshard.backends.model_parts import ModelParts
 from dpshard.errors import ConfigurationError
 
 
@@ -105,16 +106,16 @@ def _cut_weights(model: GPT, mesh: DeviceMesh) -> None:
 @contextmanager
 def grids_unasked() -> Iterator[None]:
     """Let engines take the ranks for the grid of the mesh: ranks that send nothing cannot confirm it."""
-    ask = Grid.__init__
+    ask = grid.places_of
 
-    def believe(self: Grid, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
-        self._sizes, self._order = (data.world_size, parts.size), list(range(everyone.world_size))
+    def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
+        return grid.sizes_of(data, parts), list(range(everyone.world_size))
 
-    Grid.__init__ = believe
+    grid.places_of = believe
     try:
         yield
     finally:
-        Grid.__init__ = ask
+        grid.places_of = ask
 
 
 @contextmanager

@@ -12,7 +12,8 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.fsdp2.reduction import UnitReduction
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
 from dpshard.backends.grad_store import DotGradStore
-from dpshard.backends.model_parts import DeclaredParts, Grid
+from dpshard.backends.grid import Grid
+from dpshard.backends.model_parts import DeclaredParts
 from dpshard.errors import ConfigurationError
 
 
