@@ -21,8 +21,8 @@ SAMPLING_HELP = (
     "--correlation band-mf."
 )
 MOMENTUM_HELP = (
-    "Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Left out, they are the default "
-    "ones."
+    "Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Without it, the "
+    "default weights apply."
 )
 """Also those of `dpshard account`."""
 

@@ -52,11 +52,11 @@ class TrainSettings:
     label_column: str = _data("label", "Name of the label column or field.")
     group_column: str | None = _data(
         None,
-        "Name of the column that says to whom a row belongs (a patient, a user), for --data of a table: the guarantee "
-        "is for all rows of one of them, batches count them, and splits keep them whole.",
+        "Name of the column with the unit of each row (a patient, a user), for --data of a table. The guarantee "
+        "covers all rows of a unit; batches count units, and splits keep them whole.",
     )
     rows_per_unit: int | None = _data(
-        None, "Rows of each unit of --group-column in a step, drawn anew if there are more; by default 8."
+        None, "Rows of each unit of --group-column in a step, by default 8. If a unit has more, each step draws some."
     )
     objective: Literal["next", "masked"] = _data(
         "next", "Targets of texts without labels: the next byte, or the 15% of their bytes that are masked."
@@ -69,11 +69,11 @@ class TrainSettings:
     drop: str | None = _data(None, "Names of columns to leave out, separated by commas: identifiers, names.")
     class_weights: str | None = _data(
         None,
-        "Public weights of labels, LABEL=WEIGHT,...: the model leans to labels of large weights; others have 1. Or "
+        "Public weights of labels, LABEL=WEIGHT,...: a larger weight counts more; labels without one have 1. Or "
         "'balanced': one over the share of each label, by private counts that --statistics-share pays for.",
     )
     statistics_share: float | None = _data(
-        0.3, "Share of epsilon that private bounds of columns without public ones would cost alone, 0 to 1."
+        0.3, "Share of epsilon that private bounds of columns without public ones would cost by themselves, 0 to 1."
     )
     statistics_noise: float | None = _data(
         None, "Noise sigma of private bounds, over their sensitivity; instead of --statistics-share."
@@ -120,7 +120,8 @@ class TrainSettings:
     clipping_style: ClippingStyle = _privacy("all-layer", "Which parameters share one norm.")
     clipping_quantile: float | None = _privacy(
         None,
-        "Each threshold follows this quantile of the gradient norms, 0 to 1, from max_grad_norm on; epsilon covers it.",
+        "Each threshold follows this quantile of the gradient norms, 0 to 1, starting at max_grad_norm; epsilon "
+        "covers it.",
     )
     accountant: AccountantName = _privacy(
         "pld", "Method for epsilon: pld (tightest), rdp, or gdp (an approximation that may under-state)."
@@ -134,8 +135,8 @@ class TrainSettings:
     )
     correlation: Literal["none", "banded-inverse", "band-mf"] = _privacy(
         "none",
-        "Noise that partly cancels over the steps, so the model has less of it. Needs --bands, and another --sampling "
-        "than poisson; of cyclic-poisson, band-mf. dpshard account says whether it pays.",
+        "Noise that partly cancels over the steps, so the model has less of it. Needs --bands, and a --sampling other "
+        "than poisson; cyclic-poisson needs band-mf. dpshard account says whether it pays.",
     )
     bands: str | None = _privacy(
         None,
@@ -161,7 +162,7 @@ class TrainSettings:
 
     recipe: Literal["none", "dp-bert"] = _training(
         "none",
-        "Set of settings; each option overrides its own: dp-bert pre-trains a BERT from scratch as "
+        "Set of settings; each option overrides its value: dp-bert pre-trains a BERT from scratch as "
         "Anil et al. 2021 did, with growing batches (docs/recipes.md).",
     )
     batch_size: int | None = _training(
@@ -203,7 +204,7 @@ class TrainSettings:
         "none",
         "How several processes share the model: a copy each (ddp), shards of parameters, gradients and optimizer state "
         "(fsdp2), shards within each of two or more replicas (hsdp), or DeepSpeed's ZeRO-1, 2 or 3. The result and the "
-        "guarantee stay the same. May change at --resume, where steps that are repeated count again.",
+        "guarantee stay the same. May change at --resume; repeated steps then count again.",
     )
     nproc: int | None = _ranks(
         None,
