@@ -153,7 +153,7 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """How to compute the clipped sum: time and memory, never the result."""
+    """Computation of the clipped sum: it decides time and memory, never the result."""
 
     norm: NormMethod
     """How to compute the per-sample norm of a weight."""

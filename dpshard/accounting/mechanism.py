@@ -81,7 +81,7 @@ class SampledMechanism:
 
     @property
     def course(self) -> Course | None:
-        """How the steps compose; None if each is a release of its own."""
+        """The composition of the steps; None if each is a separate release."""
         if self.sampling == "poisson":
             return None
         correlation = self.correlation

@@ -37,7 +37,7 @@ SAME, SUM, SAMPLES = "same", "sum", "samples"
 
 
 class Place(NamedTuple):
-    """Where a rank's part lies in the flattened whole; see noise.keyed.SumShard."""
+    """The place of a rank's part in the flattened whole; see noise.keyed.SumShard."""
 
     start: int = 0
     run: int = 0
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 class ModelParts:
     """The ranks of one model; `cut`: the dimension along which each rank has a part, by parameter.
 
-    Parts are equal but for the last ranks, as torch.chunk makes them. `termwise`: parameters whose gradient is a sum
+    Parts are equal except on the last ranks, as torch.chunk makes them. `termwise`: parameters whose gradient is a sum
     over the ranks. `mesh`: the mesh of DTensors that hold the parts; None for plain tensors.
     """
 

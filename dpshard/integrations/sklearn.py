@@ -38,7 +38,7 @@ from dpshard.sampling.units import UnitDataset
 
 
 class _PrivateEstimator(BaseEstimator):
-    """What both estimators share. Settings are kept as they are, and checked by `fit`."""
+    """The common part of both estimators. `fit` checks the settings, which stay as they are."""
 
     def __init__(
         self,

@@ -94,7 +94,7 @@ def writes_in_place(func: Function) -> bool:
 
 
 class Role(Enum):
-    """What an input with a value per token tells."""
+    """Facts from an input with a value per token."""
 
     CONTENTS = auto()
     POSITIONS = auto()  # whole numbers that count up in every unit

@@ -39,7 +39,7 @@ _ADVICE = (
 
 
 class PlacedCall(Protocol):
-    """What is read of an intercepted call."""
+    """The parts of an intercepted call that this module reads."""
 
     func: Function
     args: Any

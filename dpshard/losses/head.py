@@ -100,7 +100,7 @@ class Logits(NamedTuple):
 
 @dataclass(slots=True)
 class Positions:
-    """What [Note: A head in chunks] knows of positions [B, T]; float32 or wider."""
+    """Values of [Note: A head in chunks] at positions [B, T]; float32 or wider."""
 
     label_logit: Tensor
     """[B, T]"""

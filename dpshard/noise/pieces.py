@@ -46,7 +46,7 @@ class LongPiece(NamedTuple):
 
 
 class Pieces(NamedTuple):
-    """How the noise of some blocks is drawn; it does not depend on keys and values."""
+    """A plan for the noise of some blocks; it does not depend on keys and values."""
 
     short: NDArray[np.int64]
     """Rows of native.release_pieces_, in the order of the blocks."""

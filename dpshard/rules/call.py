@@ -15,7 +15,7 @@ from dpshard.records import Record
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """Where a tensor carries the samples of the micro-batch."""
+    """The dimension in which a tensor carries the samples of the micro-batch."""
 
     dim: int
     adjacent: int = 0

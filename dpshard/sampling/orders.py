@@ -53,7 +53,7 @@ class Sampled(Protocol):
 
     @property
     def sampling(self) -> SamplingName:
-        """How batches are drawn."""
+        """A way to draw batches."""
         ...
 
     @property

@@ -29,7 +29,7 @@ IGNORED = -100
 
 @dataclass(frozen=True, kw_only=True)
 class Packing:
-    """How `engine.batches(..., packing=)` packs documents into rows [rows, tokens].
+    """Settings by which `engine.batches(..., packing=)` packs documents into rows [rows, tokens].
 
     An item of the data set is a document: ids [T_i], or a dict of tensors [T_i] with "input_ids". A micro-batch is a
     dict of "input_ids", "labels", "position_ids" and "unit_ids" [rows, tokens], and any other tensor of the items.
@@ -69,7 +69,7 @@ class Packing:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the units of a micro-batch lie."""
+    """The places of the units of a micro-batch."""
 
     packing: Packing
     row: tuple[int, ...]

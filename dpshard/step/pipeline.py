@@ -31,7 +31,7 @@ Observe = Callable[[ClippingGroup, Tensor, Tensor | None], None]
 
 
 class InStages:
-    """What the collector of a stage does beside others; see [Note: Stages] in backends/stages.py."""
+    """Additional duties of a stage's collector; see [Note: Stages] in backends/stages.py."""
 
     def __init__(self, backend: Backend, stages: Stages, clipper: Clipper) -> None:
         if clipper.spanning and clipper.execution.backward_passes == 2:

@@ -17,7 +17,7 @@ _run = partial(field_of_option, panel="A whole run")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlanSettings:
-    """What to plan; the help texts are those of `dpshard plan --help`."""
+    """Settings of a plan; the help texts are those of `dpshard plan --help`."""
 
     model: str = _step(
         "gpt-100b",

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Fitted:
-    """What a run knows of the columns of its table, and what that cost."""
+    """Facts about the columns of a run's table, and their cost."""
 
     encoder: Encoder
     target: Column | None

@@ -47,7 +47,7 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """What a style costs over a run, at its best micro-batch."""
+    """The cost of a style over a run, at its best micro-batch."""
 
     micro_batch: int
     micro_batches: float

@@ -26,7 +26,7 @@ class Documents(BaseDataLoader):
 
     @dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """How documents are read."""
+        """Settings for reading documents."""
 
         dataset: str = "c4_test"
         """Name in torchtitan.hf_datasets.text_datasets.DATASETS; its loader must return a data set with a length."""

@@ -16,7 +16,7 @@ WINDOW = 2**28
 
 
 class Gpu:
-    """What copies need of a GPU; tests have a simulated one that finds races."""
+    """Operations of a GPU that copies need; tests have a simulated one that finds races."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
