@@ -26,7 +26,7 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
     order.
     """
-    # Which tensor is taken how depends on itself alone, as its checksum must.
+    # The method for a tensor depends only on that tensor, as its checksum must.
     values = list(tensors.values())
     quick = tensors if native.supports_sums(values) else {n: x for n, x in tensors.items() if native.supports_sums([x])}
     names, found = list(quick), []

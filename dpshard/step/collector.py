@@ -156,7 +156,7 @@ class Collector:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
-                if self._stages is not None:  # other stages may have dropout, of which this one knows nothing
+                if self._stages is not None:  # other stages may have dropout
                     self._stages.note(micro.plan)
                 elif micro.rows is not None and micro.rows.copies is not None:
                     self._watched.append((is_padding_B, micro.rows.copies))
