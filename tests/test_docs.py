@@ -20,6 +20,7 @@ import pytest
 import torch
 import typer
 
+from benchmarks.cli import app as benchmarks_app
 from dpshard import errors
 from dpshard.applications.cli import app
 from dpshard.rules import COMPOSITES, RULES
@@ -115,6 +116,25 @@ def test_commands_of_the_page_are_understood(page: str) -> None:
         else:
             assert program == "make"
             assert f"\n{arguments[0]}:" in (ROOT / "Makefile").read_text("utf-8")
+
+
+def test_the_readme_names_a_command_for_each_claim() -> None:
+    """Nothing is run: paths, commands, options and values exist; the models are counted."""
+    text = (ROOT / "README.md").read_text("utf-8")
+    lines = re.findall(r"\| `([^`|]+)` \|$", text, re.MULTILINE)
+    assert len(lines) == len(re.findall(r"^\| .*\*\*", text, re.MULTILINE)) > 10
+    ours: Any = typer.main.get_command(app)
+    theirs: Any = typer.main.get_command(benchmarks_app)
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        if program == "pytest":
+            assert all((ROOT / path).exists() for path in arguments), line
+        else:
+            commands = ours if program == "dpshard" else theirs
+            name, *options = arguments if program == "dpshard" else arguments[2:]
+            commands.commands[name].make_context(name, options)  # raises for unknown ones
+    rows = re.findall(r"^\| `", (ROOT / "docs/models.md").read_text("utf-8"), re.MULTILINE)
+    assert f"[{len(rows)} models](docs/models.md)" in text
 
 
 def anchors(page: Path) -> set[str]:
