@@ -77,6 +77,7 @@ SUITES: dict[str, tuple[str, str]] = {
     "deepspeed": ("test_deepspeed", "UPDATES"),
     "tensor_parallel": ("test_tensor_parallel", "ITEMS"),
     "declared_parts": ("test_declared_parts", "ITEMS"),
+    "crossed_parts": ("test_crossed_parts", "ITEMS"),
     "experts": ("test_experts", "ITEMS"),
     "pipeline": ("test_pipeline", "ITEMS"),
 }
@@ -93,10 +94,12 @@ ASIDE = {
     "adaptive",
     "overwritten",
     "evaluated",
+    "ring",
 }
 """Options that do not change which rows a case is in."""
 MODE = "[a-z-]+:(auto|bk|ghost|bk-mixed-ghost|mixed-ghost|per-example)"
-DECLARED = "ConfigurationError: model_parallel_parts declares plain parameters"
+DECLARED = "ConfigurationError: model_parallel_parts declares parts of a model under"
+BESIDE_DTENSORS = "ConfigurationError: model_parallel_parts gives 0 for a model that parallelize_module"
 STAGE_IN_PARTS = "ConfigurationError: model_parallel_parts="
 ROWS: tuple[Exact | Refused | Alternatives, ...] = (
     Exact(("DDP",), "update", f"ddp(-used)?:{MODE}"),
@@ -118,7 +121,9 @@ ROWS: tuple[Exact | Refused | Alternatives, ...] = (
     Exact(("FSDP2", "CP"), "declared_parts", f"(cp|ring):(fsdp2|flat):{MODE}"),
     Exact(("HSDP", "TP"), "declared_parts", f"tp:hsdp:{MODE}", note="by hand"),
     Exact(("HSDP", "SP"), "tensor_parallel", f"hsdp:{MODE}", note="with TP"),
-    Exact(("HSDP", "CP"), "declared_parts", f"(cp|ring):hsdp:{MODE}"),
+    Exact(("HSDP", "CP"), "declared_parts", f"(cp|ring):h(sdp|flat):{MODE}"),
+    Exact(("TP", "CP"), "crossed_parts", f"(alone|flat):{MODE}", "plain", note="norms and head whole"),
+    Exact(("SP", "CP"), "crossed_parts", f"(alone|fsdp2|flat|hsdp):{MODE}", note="with TP; also under FSDP2 and HSDP"),
     Exact(("TP", "EP"), "experts", f"whole:{MODE}", "columns", note="by hand, one group"),
     Exact(("CP", "EP"), "experts", f"sequence:{MODE}", note="one group"),
     Exact(("EP",), "experts", f"whole:{MODE}", note="the same samples on all ranks"),
@@ -130,9 +135,8 @@ ROWS: tuple[Exact | Refused | Alternatives, ...] = (
     Refused(ZERO, OF_MODEL, DECLARED),
     Refused(("FSDP2", "HSDP"), ("PP",), "ConfigurationError: A stage of a pipeline in FSDP2", ranks=4),
     Refused(("FSDP2", "HSDP"), ("EP",), "ConfigurationError: model_parallel_parts gives 'samples'", ranks=4),
-    Refused(("TP", "SP"), ("CP", "PP"), DECLARED),
-    Refused(("TP", "SP"), ("EP",), DECLARED, note="for DTensors"),
-    Refused(("CP",), ("PP",), STAGE_IN_PARTS),
+    Refused(("TP", "SP", "CP"), ("PP",), STAGE_IN_PARTS),
+    Refused(("TP", "SP"), ("EP",), BESIDE_DTENSORS, note="for DTensors"),
     Refused(("PP",), ("EP",), STAGE_IN_PARTS),
     Alternatives(
         (("DDP", "ZeRO-2"), ("DDP", "ZeRO-3"), *combinations(ZERO, 2)), "DeepSpeed is in DDP's place, with one stage"

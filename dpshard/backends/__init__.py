@@ -55,10 +55,10 @@ def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_pa
 
 
 def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
-    if declared is not None and (is_model_engine(model) or placed_parameters(model, beside_fsdp=True)):
+    if declared is not None and is_model_engine(model):
         raise ConfigurationError(
-            "model_parallel_parts declares plain parameters, under DistributedDataParallel, FSDP2 or neither. Leave it "
-            "out for DTensors of parallelize_module, which show their parts. DeepSpeed is not supported here."
+            "model_parallel_parts declares parts of a model under DistributedDataParallel, FSDP2 or neither. DeepSpeed "
+            "is not supported here."
         )
     if is_model_engine(model):
         from dpshard.backends.deepspeed.backend import deepspeed_backend
@@ -96,7 +96,7 @@ def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
     if placed_parameters(model) and not isinstance(model, DistributedDataParallel):
         from dpshard.backends.tensor_parallel import tensor_parallel_backend
 
-        return tensor_parallel_backend(model)
+        return tensor_parallel_backend(model, declared)
     refuse_foreign_placements(model)
     if isinstance(model, DistributedDataParallel):
         return ddp_backend(model, declared)

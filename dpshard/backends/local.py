@@ -81,6 +81,6 @@ class DirectReduction(NoReduction):
         """Take the clipped sums."""
         self._store.require_untouched(names)
         for name in names:
-            total = take(name)
+            total = self._store.whole_sum(name, take(name))
             if total is not None:
                 self._store.add_shard(name, as_real(total))

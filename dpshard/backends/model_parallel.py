@@ -88,19 +88,13 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
         )
 
 
-def placed_parameters(model: nn.Module, *, beside_fsdp: bool = False) -> list[str]:
-    """Return the names of parameters that are DTensors; with `beside_fsdp`, on more dimensions than FSDP shards."""
+def placed_parameters(model: nn.Module) -> list[str]:
+    """Return the names of parameters that are DTensors."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
         return []
     from torch.distributed.tensor import DTensor
 
-    named = [(canonical_name(name), p) for name, p in model.named_parameters() if isinstance(p, DTensor)]
-    if not beside_fsdp:
-        return [name for name, _ in named]
-    from torch.distributed.fsdp import FSDPModule
-
-    by_fsdp = any(isinstance(module, FSDPModule) for module in model.modules())
-    return [] if by_fsdp else [name for name, _ in named]
+    return [canonical_name(name) for name, p in model.named_parameters() if isinstance(p, DTensor)]
 
 
 def require_one_training(world_size: int) -> None:

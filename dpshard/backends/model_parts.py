@@ -92,7 +92,7 @@ class ModelParts:
 
     @property
     def axes(self) -> Sequence[ModelParts]:
-        """The dimensions of the grid of these ranks, the outermost first."""
+        """The dimensions of the grid of these ranks, the outermost first; see crossed_parts.py."""
         return (self,)
 
     @property

@@ -87,6 +87,8 @@ def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list
 
     In a flattened mesh (..., model, ...) they are as far apart as the dimensions behind are large.
     """
+    if not set(model_ranks) <= set(mesh_ranks):
+        return None
     size, places = len(model_ranks), [mesh_ranks.index(rank) for rank in model_ranks]
     step, data = places[1] - places[0], len(mesh_ranks) // size
     if len(mesh_ranks) % size or step < 1 or data % step or list(mesh_ranks) != sorted(mesh_ranks):

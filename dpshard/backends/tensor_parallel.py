@@ -14,10 +14,11 @@ from torch.distributed.tensor import DTensor
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.crossed_parts import placed_parts
 from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.grid import Grid
 from dpshard.backends.local import DirectReduction
-from dpshard.backends.model_parts import ModelParts
+from dpshard.backends.model_parts import DeclaredParts, ModelParts
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import canonical_name
@@ -28,13 +29,13 @@ _PLACED = (
 )
 
 
-def tensor_parallel_backend(model: nn.Module) -> Backend:
-    """Return the back-end of a model after `parallelize_module`."""
-    parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()})
+def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
+    """Return the back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples, if any."""
+    parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()}, declared)
     data, everyone = Communicator(), all_ranks(parts.device)
     sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
     store = DotGradStore(sharding)
-    layout = f"tensor-parallel parts on {parts.size} ranks"
+    layout = f"tensor-parallel parts on {' x '.join(str(axis.size) for axis in reversed(parts.axes))} ranks"
     try:
         grid = Grid(data, parts, everyone)
     except ConfigurationError:
@@ -43,7 +44,7 @@ def tensor_parallel_backend(model: nn.Module) -> Backend:
     return Backend(layout, everyone, sharding, PlacedReduction(store), store, data, grid)
 
 
-def parts_of(placed: Mapping[str, Any]) -> ModelParts:
+def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -> ModelParts:
     """Return the parts of a model from its parameters: DTensors on one mesh, and plain tensors, which are whole.
 
     Raises ConfigurationError for other placements.
@@ -63,7 +64,7 @@ def parts_of(placed: Mapping[str, Any]) -> ModelParts:
             cut[name] = placement.dim % p.dim()  # type: ignore[attr-defined]
     (mesh,) = meshes
     held = {name: p.to_local() for name, p in placed.items() if isinstance(p, DTensor)}
-    parts = ModelParts(mesh.get_group(), next(iter(held.values())).device, cut, mesh=mesh)
+    parts = placed_parts(mesh, next(iter(held.values())).device, cut, placed, declared)
     for name, part in held.items():
         if part.shape != parts.part_shape(name, placed[name].shape):
             raise ConfigurationError(f"{name} has parts of other sizes than torch.chunk makes. {_PLACED}.")

@@ -85,5 +85,5 @@ class Parts(Protocol):
 
     @property
     def terms(self) -> Parts:
-        """The ranks of which each has a term, for parameters of terms: these, or others."""
+        """The ranks of which each has a term, for parameters of terms: these, or others (crossed_parts.py)."""
         ...

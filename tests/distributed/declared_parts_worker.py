@@ -5,10 +5,10 @@ Usage: torchrun --nproc_per_node=W declared_parts_worker.py KIND:WRAPPER:STYLE:M
 Kinds: tp (column- and row-wise maps by hand, with all-reduces of their own), cp (parts of the sequence: attention
 gathers keys and values), ring (the same, by torch's context_parallel). Wrappers: alone (all ranks hold one model), ddp,
 fsdp2 and hsdp (two ranks hold one model; hsdp shards over half of the others), flat (so they do, but FSDP2 shards over
-all ranks). Options: verified, undeclared, own (a loop that feeds its own batches), forgotten (backward in front of
-column-wise maps reduces nothing), lied (terms are declared whole), foreign (torch's ring has other ranks than the
-declared ones), digested, uncounted (the norm of one slice), saved (a checkpoint after the first step goes on under
-FSDP2, with whole samples).
+all ranks), hflat (flat, with replicas), replicas (HSDP whose replicas are ranks of one model). Options: verified,
+undeclared, own (a loop that feeds its own batches), forgotten (backward in front of column-wise maps reduces nothing),
+lied (terms are declared whole), foreign (torch's ring has other ranks than the declared ones), digested, uncounted (the
+norm of one slice), saved (a checkpoint after the first step goes on under FSDP2, with whole samples).
 """
 
 import math
@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -237,7 +237,7 @@ def compare(case: str) -> dict[str, Any]:
         block.causal = kind == "ring"  # pyright: ignore
     world = dist.get_world_size()
     shape, names = (1, world) if wrapper == "alone" else (world // 2, 2), ("data", "model")
-    if wrapper == "hsdp":
+    if wrapper in ("hsdp", "hflat"):
         shape, names = (2, world // 4, 2), ("replicate", "shard", "model")
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     group = mesh["model"].get_group()
@@ -245,8 +245,12 @@ def compare(case: str) -> dict[str, Any]:
     model: nn.Module = parted
     if wrapper == "ddp":
         model = DistributedDataParallel(parted, process_group=mesh["data"].get_group())
-    elif wrapper in ("fsdp2", "hsdp", "flat"):
+    elif wrapper in ("fsdp2", "hsdp", "flat", "hflat", "replicas"):
         over = mesh._flatten("all") if wrapper == "flat" else mesh[names[:-1]]
+        if wrapper == "hflat":
+            over = DeviceMesh._concatenate([mesh["replicate"], mesh["shard", "model"]._flatten("shards")])
+        elif wrapper == "replicas":
+            over = DeviceMesh("cpu", mesh.mesh.t(), mesh_dim_names=("model", "data"))
         for block in parted.blocks:
             fully_shard(block, mesh=over)
         fully_shard(parted, mesh=over)

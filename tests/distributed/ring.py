@@ -47,12 +47,12 @@ HANDLERS: Any = {_FORWARD: _forward, _BACKWARD: _backward}
 
 
 @contextmanager
-def ring(group: Any, x: Tensor) -> Iterator[None]:
-    """Cut `x` [B, T, ...] over `group`, balanced for causal attention, in a block with torch's ring attention."""
+def ring(group: Any, *xs: Tensor) -> Iterator[None]:
+    """Cut `xs` [B, T, ...] over `group`, balanced for causal attention, in a block with torch's ring attention."""
     mesh = DeviceMesh.from_group(group, "cpu")
     with (
         mock.patch.object(torch_cp, "custom_ops", torch_cp.custom_ops | HANDLERS),
         mock.patch.object(torch_cp._cp_options, "convert_to_f32", False),
-        context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]),
+        context_parallel(mesh, buffers=[*xs], buffer_seq_dims=[1] * len(xs)),
     ):
         yield

@@ -22,13 +22,21 @@ ON_FOUR = (
     "cp:flat:layer-wise:auto+saved",
     *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
     *("tp:hsdp:layer-wise:auto", "cp:hsdp:all-layer:auto+verified", "ring:hsdp:block-wise:auto"),
+    "ring:hflat:all-layer:auto+verified",
 )
-ON_EIGHT = ("tp:hsdp:all-layer:ghost", "cp:hsdp:layer-wise:auto+verified", "cp:hsdp:all-layer:ghost")
+ON_EIGHT = (
+    "tp:hsdp:all-layer:ghost",
+    "cp:hsdp:layer-wise:auto+verified",
+    "cp:hsdp:all-layer:ghost",
+    "cp:hflat:layer-wise:auto",
+    "cp:hflat:all-layer:ghost",
+)
 """Two replicas of two shards of two parts."""
 REFUSED = {
     "tp:alone:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "cp:ddp:all-layer:auto+undeclared": "ConfigurationError: 1 of 2 ranks share the data",
     "tp:flat:all-layer:auto": "ConfigurationError: fully_shard has a mesh with ranks that hold one model.",
+    "cp:replicas:all-layer:auto": "ConfigurationError: fully_shard has a mesh with ranks that hold one model.",
     "tp:fsdp2:all-layer:auto+saved": "ConfigurationError: A Checkpointer cannot tell which parts of a model",
     "cp:flat:all-layer:auto+verified+uncounted": "VerificationError: ",
     "cp:alone:all-layer:auto+own": "LogicalBatchError: Ranks hold parts of one sample",

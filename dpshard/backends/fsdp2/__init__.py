@@ -30,5 +30,5 @@ def fsdp2_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Ba
     except ConfigurationError:
         sharding.detach()
         raise
-    layout = f"{layout}, of parts on {sharding.parts.size} ranks"
+    layout = f"{layout}, of parts on {' x '.join(str(axis.size) for axis in reversed(sharding.parts.axes))} ranks"
     return Backend(layout, sharding.communicator, sharding, reduction, store, sharding.data, grid)

@@ -66,7 +66,7 @@ class UnitReduction:
         """Return the elements that a data rank gets of a sum, with padding."""
         parts, local = self._sharding.parts, as_real(self._sharding.local(self._parameters[name]))
         if parts is not None and self._is_sliced(name):
-            return parts.slices.width(name, local.shape)
+            return parts.terms.slices.width(name, local.shape)
         return self._sharding.rows(name) * local.shape[1:].numel()
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
@@ -138,7 +138,7 @@ class UnitReduction:
         """Return the slices of all ranks of a model, which come first in a bucket, [ranks, their elements]."""
         parts, columns = self._sharding.parts, self._columns[unit]
         sliced = max((columns[name].stop for name in columns if self._is_sliced(name)), default=0)
-        return parts.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
+        return parts.terms.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
 
     def _lay_out(self, unit: Unit) -> Iterator[tuple[str, slice]]:
         """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""

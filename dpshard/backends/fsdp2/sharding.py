@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.communicator import Communicator, all_ranks
+from dpshard.backends.crossed_parts import placed_parts
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
@@ -48,9 +49,11 @@ class FSDP2Sharding(Sharding):
         self.data = Communicator(self.mesh.size(), self._group, self.compute_device)
         self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
         self._data_group: dist.ProcessGroup | None = None
-        if self.parts is not None and self.parts.plain:
+        self.data_shape: tuple[int, ...] = tuple(self.mesh.shape)
+        """The mesh of the data ranks."""
+        if self.parts is not None and declared is not None:
             try:
-                self._slice(self.parts)
+                self._slice(self.parts.terms)
             except ConfigurationError:
                 self.detach()
                 raise
@@ -67,16 +70,9 @@ class FSDP2Sharding(Sharding):
     def _parts_of(
         self, of_model: Mapping[str, tuple[DeviceMesh, Any]], declared: DeclaredParts | None
     ) -> ModelParts | None:
-        """Return the parts that tensor parallelism made of the parameters; None without any."""
-        if declared is not None:
-            if of_model:
-                raise ConfigurationError(
-                    "model_parallel_parts declares plain parameters, but parallelize_module has placed some, which "
-                    "show their parts by themselves. Leave it out."
-                )
-            return ModelParts.declared(declared, self.parameters, self.compute_device)
+        """Return the parts that tensor parallelism made of the parameters, or a user declares; None without any."""
         if not of_model:
-            return None
+            return None if declared is None else ModelParts.declared(declared, self.parameters, self.compute_device)
         meshes = {mesh for mesh, _ in of_model.values()}
         if len(meshes) > 1:
             raise ConfigurationError(
@@ -87,35 +83,41 @@ class FSDP2Sharding(Sharding):
                 raise ConfigurationError(f"{name} is placed as {placement} by tensor parallelism; that has no rule.")
         (mesh,) = meshes
         cut = {name: placement.dim for name, (_, placement) in of_model.items() if placement.is_shard()}
-        return ModelParts(mesh.get_group(), self.compute_device, cut, mesh=mesh)
+        return placed_parts(mesh, self.compute_device, cut, self.parameters, declared)
 
     def _slice(self, parts: ModelParts) -> None:
         """Let the ranks of a model divide sums of terms as FSDP divides parameters.
 
-        See [Note: A reduction in two levels]. Raises ConfigurationError if FSDP shards over ranks of one model, but not
-        all parameters are terms, or not over all ranks.
+        See [Note: A reduction in two levels]. Raises ConfigurationError if FSDP's mesh has ranks of one model, but not
+        all parameters are terms, or these ranks are not evenly spaced among the shards.
         """
-        chunks = self.shard_mesh.size()
-        if self.mesh.size() * parts.size <= dist.get_world_size():
+        chunks, ranks = self.shard_mesh.size(), self.mesh.mesh.flatten().tolist()
+        of_model = dist.get_process_group_ranks(parts.group)
+        if not set(of_model) <= set(ranks):
             parts.slices = Slices(parts.group, chunks, self.rows)
             return
-        ranks, places = self.mesh.mesh.flatten().tolist(), None
-        if self.mesh.ndim == 1 and len(ranks) == dist.get_world_size():
-            places = crossing(ranks, dist.get_process_group_ranks(parts.group))
-        if places is None or not all(map(parts.is_termwise, self.parameters)):
+        places = crossing(self.shard_mesh.mesh.tolist(), of_model)
+        in_order = ranks == sorted(ranks)  # as a group orders them
+        if places is None or not in_order or not all(map(parts.is_termwise, self.parameters)):
             raise ConfigurationError(
                 "fully_shard has a mesh with ranks that hold one model. That is supported for context parallelism, "
-                "where all parameters are 'sum', over all ranks, and without replicas: init_device_mesh with the "
-                "dimensions data and model, and fully_shard on both, flattened; or fully_shard on the dimension data "
-                "alone."
+                "where all parameters are 'sum' and no replicas of HSDP hold one model: init_device_mesh with the "
+                "dimensions data and model, and fully_shard on both, flattened; or fully_shard on data alone."
             )
         parts.slices = Slices(parts.group, chunks, self.rows, step=places[1][0] - places[0][0])
         parts.spread = True
-        own = [ranks[place] for place in places[parts.rank]]
-        group = dist.new_group(own, use_local_synchronization=True)
+        own = places[parts.rank]
+        self._data_group = self._group_of([self.shard_mesh.mesh.tolist()[place] for place in own])
+        self.data_shape = tuple(n if dim != self.shard_dim else len(own) for dim, n in enumerate(self.mesh.shape))
+        everyone = self.mesh.mesh.index_select(self.shard_dim, torch.tensor(own)).flatten().tolist()
+        data = self._data_group if self.mesh.ndim == 1 else self._group_of(everyone)
+        self.data = Communicator(len(everyone), lambda: data, self.compute_device)
+
+    @staticmethod
+    def _group_of(ranks: list[int]) -> dist.ProcessGroup:
+        group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup)
-        self._data_group = group
-        self.data = Communicator(len(own), lambda: group, self.compute_device)
+        return group
 
     def _refuse_mixed(self, unit: Unit) -> None:
         """Raise the error that FSDP would raise in the first forward."""
@@ -202,11 +204,6 @@ class FSDP2Sharding(Sharding):
     def shard_group(self) -> dist.ProcessGroup:
         """The data ranks with different shards."""
         return self._data_group or self.shard_mesh.get_group()
-
-    @property
-    def data_shape(self) -> tuple[int, ...]:
-        """The mesh of the data ranks."""
-        return tuple(self.mesh.shape) if self._data_group is None else (self._data_group.size(),)
 
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
         """Yield the groups with equal shards (HSDP)."""

@@ -1,0 +1,101 @@
+"""Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
+
+[Note: Parts of terms]
+The ranks of one model are a grid: C groups of T. Each group holds the model in parts (DTensors of parallelize_module),
+and has a part of every sequence. So a rank's record is of a part of the sample's gradient, as under tensor parallelism
+alone, and of that a term, as under context parallelism alone. Terms over T, of normalisation under SequenceParallel,
+are added first. Then a reduce-scatter over C adds the terms, and leaves each rank a slice of its part. Squares of
+slices add up over C. Over T they add up for parts; the first rank counts what all T hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dpshard.backends.model_parts import SUM, DeclaredParts, ModelParts
+from dpshard.errors import ConfigurationError
+
+
+def placed_parts(
+    mesh: DeviceMesh,
+    device: torch.device,
+    cut: Mapping[str, int],
+    parameters: Mapping[str, Tensor],
+    declared: DeclaredParts | None,
+) -> ModelParts:
+    """Return the parts of a model of DTensors on `mesh`, of which the user may declare more; `cut`: see ModelParts.
+
+    Raises ConfigurationError unless these are terms of all `parameters`, over other ranks.
+    """
+    if declared is None:
+        return ModelParts(mesh.get_group(), device, cut, mesh=mesh)
+    if wrong := [kind for kind in declared[1].values() if kind != SUM]:
+        raise ConfigurationError(
+            f"model_parallel_parts gives {wrong[0]!r} for a model that parallelize_module has divided, whose DTensors "
+            f"show their parts by themselves. Declare only context parallelism beside them: model_parallel_group with "
+            f"the ranks that have parts of one sequence, and model_parallel_parts={{'*': 'sum'}}."
+        )
+    return PartsOfTerms(mesh, device, cut, ModelParts.declared(declared, parameters, device))
+
+
+class PartsOfTerms(ModelParts):
+    """The ranks of `mesh`, which hold a model in parts, and those of `terms`, which have parts of its samples."""
+
+    def __init__(self, mesh: DeviceMesh, device: torch.device, cut: Mapping[str, int], terms: ModelParts) -> None:
+        super().__init__(mesh.get_group(), device, cut, mesh=mesh)
+        self._terms = terms
+
+    @property
+    def terms(self) -> ModelParts:
+        """See Parts."""
+        return self._terms
+
+    @property
+    def axes(self) -> Sequence[ModelParts]:
+        """See ModelParts."""
+        return self._terms, self
+
+    @property
+    def in_terms(self) -> bool:
+        """True: a rank has a part of each sample."""
+        return True
+
+    @property
+    def facts(self) -> str:
+        """The declarations that all ranks must share."""
+        return super().facts + self._terms.facts
+
+    def agreed(self, numbers: Sequence[int]) -> list[int]:
+        """See ModelParts."""
+        return self._terms.agreed(super().agreed(numbers))
+
+    def is_termwise(self, name: str) -> bool:
+        """See Parts."""
+        return self._terms.is_termwise(name)
+
+    def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
+        """See Parts: of slices, in the same order on all ranks."""
+        return self._terms.over_ranks(super().norm_sq(cut_B, whole_B))
+
+    def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
+        """See Parts."""
+        return super().norm_sq(cut_X, whole_X)
+
+    def sliced(self, name: str, terms_B: Tensor) -> Tensor:
+        """See Parts."""
+        return self._terms.sliced(name, terms_B)
+
+    def whole_sum(self, name: str, total: Tensor | None, parameter: Any) -> Tensor | None:
+        """See Parts: the whole of this rank's part."""
+        own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+        return self._terms.whole_sum(name, total, own)
+
+    def over_shards(self, parts: Tensor, same: Tensor) -> Tensor:
+        """See ModelParts."""
+        total = super().over_shards(parts, same)
+        return self._terms.over_ranks(total) if self._terms.spread else total
