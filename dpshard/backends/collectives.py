@@ -30,8 +30,6 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
     If they do not come, raises BatchLayoutError: only this rank met something new, and would gather parameters during
     the others' forwards.
     """
-    if dist.get_backend(group) == "fake":  # the planner simulates all ranks in one process
-        return
     store = dist.distributed_c10d._get_default_store()
     ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()
     key = f"dpshard/probe/{ranks}/{_meetings[ranks]}"

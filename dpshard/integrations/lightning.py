@@ -53,7 +53,7 @@ class PrivateTraining(L.Callback):
         size = len(loader.dataset) if hasattr(loader.dataset, "__len__") else 0  # type: ignore[arg-type]
         require_dataset(loader.dataset, size)
         self.engine: PrivacyEngine | None = None
-        self.loader = _LogicalBatches(self, loader, micro_batch_size or loader.batch_size, pad=pad)
+        self.loader = _CallbackLoader(self, loader, micro_batch_size or loader.batch_size, pad=pad)
         self._settings = {"batch_size": loader.batch_size, "sample_size": size, **privacy}
         self._loaded: Mapping[str, Any] | None = None
         self._running: Iterator[Any] | None = None
@@ -159,7 +159,7 @@ class PrivateTraining(L.Callback):
         self._loaded = state_dict or None
 
 
-class _LogicalBatches:
+class _CallbackLoader:
     """The train loader, of logical batches."""
 
     def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int, *, pad: bool) -> None:

@@ -123,7 +123,7 @@ class _Private(ShardsOnCPU):
         if isinstance(trainer.train_dataset, Sized):
             require_dataset(trainer.train_dataset, len(trainer.train_dataset))  # before the Trainer makes a sampler
         ordinary = super().get_train_dataloader()  # type: ignore[misc]
-        return _LogicalBatches(self, ordinary.dataset, ordinary.collate_fn)
+        return _TrainerLoader(self, ordinary.dataset, ordinary.collate_fn)
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the expected logical batch size."""
@@ -292,7 +292,7 @@ class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
     """A transformers.Seq2SeqTrainer with private training; see PrivateTrainer."""
 
 
-class _LogicalBatches:
+class _TrainerLoader:
     """The train loader, of logical batches."""
 
     def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:

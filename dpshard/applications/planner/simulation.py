@@ -101,7 +101,8 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
     _require_mesh(setup)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.ranks)
+    store = _EveryRankIsHere()  # named: torch does not keep its Python part alive
+    dist.init_process_group("fake", store=store, rank=0, world_size=setup.ranks)
     gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
         with warnings.catch_warnings(), outside_of_modes():
@@ -122,6 +123,13 @@ def _require_mesh(setup: Setup) -> None:
         raise ConfigurationError(f"tp and cp are planned with fsdp2 or zero2, not with {setup.shard}.")
     if setup.shard == "hsdp" and (setup.ranks % setup.node or setup.ranks == setup.node):
         raise ConfigurationError(f"hsdp needs several nodes of {setup.node} ranks each, not {setup.ranks} ranks.")
+
+
+class _EveryRankIsHere(FakeStore):
+    """A store in which a rank that waits for the others finds all of them."""
+
+    def add(self, key: str, value: int) -> int:
+        return dist.get_world_size()
 
 
 class Simulation:

@@ -136,7 +136,7 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return max(orders, default=0)  # fake tensors have no values; plans only count costs, so any order will do
+        return max(orders, default=0)  # it has no values, and nobody reads sums of such steps: any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "
