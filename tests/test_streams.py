@@ -38,6 +38,7 @@ def test_a_repeated_order_takes_part():
     participation = Participation(6, 3)
     for step in range(9):
         take(participation, step, [2 * (step % 3), 2 * (step % 3) + 1])
+    assert participation._last == {0: 6, 1: 6, 2: 7, 3: 7, 4: 8, 5: 8}
 
 
 def test_another_order_that_keeps_the_distance_takes_part():
@@ -45,6 +46,7 @@ def test_another_order_that_keeps_the_distance_takes_part():
     participation = Participation(6, 3)
     for step, samples in enumerate([[0, 1], [2, 3], [4, 5], [1, 0], [3, 2]]):
         take(participation, step, samples)
+    assert participation._last == {0: 3, 1: 3, 2: 4, 3: 4, 4: 2, 5: 2}
 
 
 @pytest.mark.parametrize(
@@ -72,7 +74,9 @@ def test_a_batch_that_was_not_released_did_not_take_part():
     take(participation, 0, [0, 1])  # begun again
     participation.begin(1, np.array([2, 3]))
     participation.end(5)  # another step
+    assert participation._last == {0: 0, 1: 0}
     take(participation, 1, [2, 3])
+    assert participation._last == {0: 0, 1: 0, 2: 1, 3: 1}
 
 
 def test_participation_is_restored_and_goes_on():

@@ -262,13 +262,20 @@ class Graph(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse CSR")
 @pytest.mark.parametrize("buffer", [True, False])
 @pytest.mark.parametrize("layout", ["COO", "CSR"])
-def test_a_constant_sparse_matrix_passes(layout, buffer):
-    model = Graph(layout, buffer=buffer)
-    engine = engine_on(model)
-    for _ in range(2):
-        model(normal()).square().mean().backward()
-        engine.privatize()
-        model.zero_grad()
+def test_a_constant_sparse_matrix_has_the_gradients_of_a_dense_one(layout, buffer):
+    sparse, dense = (Graph(layout, buffer=buffer) for _ in range(2))
+    dense.matrix = dense.matrix.to_dense()
+    dense.net.load_state_dict(sparse.net.state_dict())
+    found = []
+    for model in (sparse, dense):
+        engine = engine_on(model)
+        for _ in range(2):
+            model.zero_grad()
+            model(normal()).square().mean().backward()
+            engine.privatize()
+        found.append(model.net.weight.grad)
+    assert float(found[1].norm()) > 0.1
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.filterwarnings("ignore:Sparse CSR")

@@ -16,6 +16,7 @@ from torch import nn
 
 from dpshard import DpshardError, PrivacyEngine
 from dpshard.errors import UnsupportedParameterError
+from tests import oracle
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -230,10 +231,15 @@ def test_a_parameter_that_is_written_to_later_is_refused():
 
 
 def test_an_initialisation_before_the_engine_passes():
-    model = nn.Sequential(nn.Linear(D, D), ActNorm("data"))
-    model(normal(B, D))
-    engine_on(model)
-    model(normal(B, D)).square().mean().backward()
+    model = nn.Sequential(nn.Linear(D, D), ActNorm("data")).double()
+    x = normal(B, D).double()
+    model(x)
+    single = oracle.per_sample_gradients(model, [x], lambda output: output.square().mean())
+    engine = engine_on(model, clipping_fn="abadi")
+    model(x).square().mean().backward()
+    engine.privatize()
+    expected = oracle.clipped_mean(single, max_grad_norm=1.0, batch_size=B)
+    assert oracle.relative_error(oracle.gradients_of(model), expected) < 1e-10
 
 
 @pytest.mark.parametrize("bag", [True, False])

@@ -38,19 +38,23 @@ KERNELS = [
 TARGETS = [(80, "bf16"), (90, "bf16"), (100, "bf16"), (120, "fp16")]
 
 
-@pytest.mark.parametrize(("capability", "dtype"), covering(TARGETS, lambda capability, dtype: {capability} & {90}))
-def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype):
+@pytest.mark.parametrize(
+    ("capability", "dtype", "place"),
+    covering(
+        ((*target, place) for target in TARGETS for place in range(len(KERNELS))),
+        lambda capability, _, place: {place} if capability == 90 else (),
+    ),
+)
+def test_kernels_compile_and_fit(tmp_path, monkeypatch, capability, dtype, place):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     types = {**POINTERS, "rows": f"*{dtype}", "cols": f"*{dtype}"}
-    for kernel, sizes, warps in KERNELS:
-        constants = {**sizes, **{name: 1 for name in ("rows_r", "cols_c") if name in kernel.arg_names}}
-        signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
-        pointers = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
-        source = ASTSource(kernel, signature, constants, {place: [["tt.divisibility", 16]] for place in pointers})
-        compiled = compile(
-            source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3}
-        )
-        assert compiled.metadata.shared <= LEAST_SHARED_MEMORY
-        if "rows" in signature:  # tensor cores, in half precision or better
-            assert re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", compiled.asm["ptx"])
-            assert "tf32" not in compiled.asm["ptx"]
+    kernel, sizes, warps = KERNELS[place]
+    constants = {**sizes, **{name: 1 for name in ("rows_r", "cols_c") if name in kernel.arg_names}}
+    signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in kernel.arg_names}
+    pointers = [(i,) for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    source = ASTSource(kernel, signature, constants, {at: [["tt.divisibility", 16]] for at in pointers})
+    compiled = compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps, "num_stages": 3})
+    assert compiled.metadata.shared <= LEAST_SHARED_MEMORY
+    if "rows" in signature:  # tensor cores, in half precision or better
+        assert re.search(r"mma\.sync|wgmma\.mma|tcgen05\.mma", compiled.asm["ptx"])
+        assert "tf32" not in compiled.asm["ptx"]
