@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
@@ -14,13 +12,15 @@ from torch.nn.parallel import DistributedDataParallel
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.ddp import refuse_other_reductions
+from dpshard.backends.fsdp2 import fsdp2_backend
 from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.grid import Grid
 from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.model_parts import DeclaredParts, ModelParts
 from dpshard.backends.sharding import Unsharded
-from dpshard.backends.stage_sums import SilentReducer, WholeSums
-from dpshard.backends.stages import Stages
+from dpshard.backends.stage_shards import LateUnits, StageShards
+from dpshard.backends.stage_sums import SilentReducer, WholeSums, refused_state
+from dpshard.backends.stages import OfStages, Stages
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 if TYPE_CHECKING:
@@ -28,13 +28,20 @@ if TYPE_CHECKING:
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
-    """Return the back-end of a stage, which may have replicas. Raises ConfigurationError for one that is sharded."""
-    inner = [module for module in model.modules() if isinstance(module, (DistributedDataParallel, FSDPModule))]
-    if any(module is not model or isinstance(module, FSDPModule) for module in inner):
+    """Return the back-end of a stage, of which the data ranks may have replicas or shards.
+
+    Raises ConfigurationError if only a part of it has replicas.
+    """
+    modules = list(model.modules())
+    sharded = any(isinstance(module, FSDPModule) for module in modules)
+    if any(isinstance(module, DistributedDataParallel) and (sharded or module is not model) for module in modules):
         raise ConfigurationError(
-            "A stage of a pipeline in FSDP2, or with parts in DistributedDataParallel, is not supported. Wrap the "
-            "whole stage in DistributedDataParallel(stage, process_group=...) over the ranks with the same stage."
+            "A stage of a pipeline with parts in DistributedDataParallel, or with FSDP2 in it, is not supported. Wrap "
+            "the whole stage in DistributedDataParallel(stage, process_group=...) over the ranks with the same stage, "
+            "or shard all of it by fully_shard(..., mesh=...)."
         )
+    if sharded:
+        return fsdp2_backend(model, declared, roles=(StageShards, LateUnits))
     refuse_foreign_placements(model)
     if isinstance(model, DistributedDataParallel):
         refuse_other_reductions(model)
@@ -50,15 +57,8 @@ def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
     return Backend(layout, everyone, sharding, WholeSums(sharding, store, data), store, data, grid)
 
 
-class StageSharding(Unsharded):
+class StageSharding(OfStages, Unsharded):
     """The parameters of one stage; clipped sums go to `.grad` directly, since some come after backward."""
-
-    parts: Stages
-
-    @property
-    def passes_rows(self) -> bool:
-        """See ShardingHooks."""
-        return True
 
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
@@ -68,16 +68,6 @@ class StageSharding(Unsharded):
         from dpshard.backends.staged_state import StagedState  # late: only checkpoints need it
 
         return StagedState(self.outermost, optimizer, self.names, self.parts)
-
-    @property
-    def everywhere(self) -> Sequence[Any]:
-        """See Sharding."""
-        return self.parts.everywhere
-
-    @property
-    def elements(self) -> int:
-        """Number of real trainable numbers on all stages."""
-        return sum(math.prod(shape) * (1 + is_complex) for _, shape, _, is_complex in self.parts.everywhere)
 
     def _accumulated(self, name: str, _: object = None) -> None:
         # Autograd calls this without a gradient too, because sums go to `.grad` directly.
@@ -97,10 +87,7 @@ class StageReplica(StageSharding):
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Raise ConfigurationError: which replica writes a tensor is not settled."""
-        raise ConfigurationError(
-            "A Checkpointer does not save stages of a pipeline in DistributedDataParallel. Save engine.state_dict(), "
-            "and the states of model and optimizer of one replica of each stage."
-        )
+        raise refused_state("DistributedDataParallel")
 
     def detach(self) -> None:
         """Remove every trace from the parameters and the reducer."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -137,3 +138,24 @@ class Stages(ModelParts):
         """Return a checksum [1], int64, of the chunks since the last call."""
         seen, self._chunks = self._chunks, 0
         return torch.tensor([seen], device=self.device)
+
+
+class OfStages:
+    """What a Sharding of one stage says of all stages; goes before the Sharding that it is mixed into."""
+
+    parts: Stages
+
+    @property
+    def passes_rows(self) -> bool:
+        """See ShardingHooks."""
+        return True
+
+    @property
+    def everywhere(self) -> Sequence[Any]:
+        """See Sharding."""
+        return self.parts.everywhere
+
+    @property
+    def elements(self) -> int:
+        """Number of real trainable numbers on all stages."""
+        return sum(math.prod(shape) * (1 + is_complex) for _, shape, _, is_complex in self.parts.everywhere)

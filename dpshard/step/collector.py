@@ -303,9 +303,8 @@ class Collector:
         found = []
         for micro, why in self.batch.unfinished():
             everywhere = self._backend.reduction.runs_everywhere(last=micro.plan.position == micro.plan.count - 1)
-            untrained = micro.tape is None or micro.tape.forwards.untrained
             if micro.plan.samples or everywhere:
-                found.append((micro, why, everywhere and untrained))
+                found.append((micro, why, everywhere and micro.untrained))
         return found
 
     def _refuse(self, unfinished: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:

@@ -101,6 +101,13 @@ class MicroBatch:
             return _NOT_CALLED
         return self.tape.unfinished
 
+    @property
+    def untrained(self) -> bool:
+        """True if no forward of a training was on it, or on one of its parts."""
+        if self.chunks:
+            return any(chunk is None or chunk.untrained for chunk in self.chunks)
+        return self.tape is None or self.tape.forwards.untrained
+
 
 _NOT_CALLED = "the model was not called on it in training mode"
 

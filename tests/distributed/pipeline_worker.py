@@ -5,8 +5,9 @@ Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTIO
 Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
 (blocks); evaluated (after each step); nan (in some samples); overwritten (inputs, after the schedule's step); resumed
 (after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
-so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); digested (sums are
-not taken for equal). Options that are faults: see `told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule
+so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
+pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), bfloat16 (parameters
+in forward); digested (sums are not taken for equal). Options that are faults: see `told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule
 on the same stages).
 """
 
@@ -22,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -244,29 +246,42 @@ def other_draw(draw: Any, self: PoissonSampler, step: int) -> Any:
     return (draw(self, step) + 1) % SAMPLES
 
 
+def shard(model: Model, options: set[str], mesh: DeviceMesh) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16) if "bfloat16" in options else MixedPrecisionPolicy()
+    units = [*model.blocks.values(), model]
+    if "apart" in options:
+        units[-1:] = [module for module in (model.enter, model.head) if module is not None]
+    for module in units:
+        fully_shard(module, mesh=mesh["dp"], reshard_after_forward="unsharded" not in options, mp_policy=policy)
+
+
+def whole(p: Tensor) -> Tensor:
+    return (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
+
+
 def told_wrongly(
     model: Model, options: set[str], mesh: DeviceMesh, undo: ExitStack
 ) -> tuple[nn.Module, dict[str, Any]]:
     """What the engine is given; with faults that it refuses."""
-    whole: nn.Module = model
+    given: nn.Module = model
     if "ddp" in options:
-        whole = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+        given = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     told: dict[str, Any] = {"*": "stage"}
     if "mixed" in options:
         told = {"*.down.weight": 1, "*": "stage"}
     if "renumbered" in options:
-        whole = nn.Sequential(*model.blocks.values())
+        given = nn.Sequential(*model.blocks.values())
     if "frozen" in options and model.enter is None:
         model.requires_grad_(False)
-    if "sharded" in options:
-        fully_shard(model, mesh=mesh["dp"])
+    if "fsdp" in options:
+        shard(model, options, mesh)
     if "inner" in options:
         alone = dist.new_subgroups(group_size=1)[0]
         for name, block in model.blocks.items():
             model.blocks[name] = DistributedDataParallel(block, process_group=alone)
     if "own-r" in options:  # each stage forms groups of its own
         undo.enter_context(mock.patch("dpshard.backends.stages.Stages.partition", staticmethod(partition)))
-    return whole, {"model_parallel_group": mesh["pp"].get_group(), "model_parallel_parts": told}
+    return given, {"model_parallel_group": mesh["pp"].get_group(), "model_parallel_parts": told}
 
 
 def faulty(stage: Any, options: set[str], undo: ExitStack) -> None:
@@ -287,7 +302,7 @@ def faulty(stage: Any, options: set[str], undo: ExitStack) -> None:
 
 
 def error_of(model: nn.Module, trained: dict[str, Tensor], change: float) -> float:
-    return max(float((p.detach() - trained[name]).norm() / change) for name, p in model.named_parameters())
+    return max(float((whole(p) - trained[name]).norm() / change) for name, p in model.named_parameters())
 
 
 def compare(case: str) -> dict[str, Any]:
@@ -295,7 +310,7 @@ def compare(case: str) -> dict[str, Any]:
     kind, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    replicas = 2 if "ddp" in options else 1
+    replicas = 2 if options & {"ddp", "fsdp"} else 1
     mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     torch.manual_seed(0)
@@ -322,7 +337,7 @@ def compare(case: str) -> dict[str, Any]:
             state, halfway = None, {}
             if "resumed" in options:
                 train(model, engine, options, schedule, steps=1)
-                state, halfway = engine.state_dict(), {name: p.detach().clone() for name, p in model.named_parameters()}
+                state, halfway = engine.state_dict(), {name: whole(p) for name, p in model.named_parameters()}
                 engine.detach()
                 engine = engine_for(given, style, mode, options, **told)
                 engine.load_state_dict(state)

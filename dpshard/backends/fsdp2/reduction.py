@@ -74,9 +74,7 @@ class UnitReduction:
         if self._store.begins(self._end):
             self._pass = None  # left by a failed backward pass
         self._store.require_untouched(names)
-        if self._pass is None:
-            self._pass = _Pass([unit for unit in reversed(self._sharding.units) if unit.names])
-        reduction, asked = self._pass, set(names)
+        reduction, asked = self._pass or self._begin_pass(), set(names)
         for unit in list(reduction.waiting):
             for name in unit.names:
                 if name in asked:
@@ -84,12 +82,20 @@ class UnitReduction:
             self._launch_complete(reduction)
         return [None] * len(names)
 
+    def _begin_pass(self) -> _Pass:
+        self._pass = _Pass([unit for unit in reversed(self._sharding.units) if unit.names])
+        return self._pass
+
+    def _reduces(self, unit: Unit) -> bool:
+        """Return True if this backward reduces a unit."""
+        return unit.reduces()
+
     def _collect(self, reduction: _Pass, unit: Unit, name: str, total: Tensor | None) -> None:
         """Accept a clipped sum [whole shape]; None if no gradient arrived."""
         reduction.arrived.add(name)
         if total is None:
             return
-        if not unit.reduces():
+        if not self._reduces(unit):
             add(self._store.unreduced, name, total)
             self._store.stand_in(name)
         elif unit is reduction.waiting[0]:
@@ -100,7 +106,7 @@ class UnitReduction:
     def _launch_complete(self, reduction: _Pass) -> None:
         while reduction.waiting and reduction.arrived.issuperset(reduction.waiting[0].names):
             unit = reduction.waiting[0]
-            if unit.reduces():
+            if self._reduces(unit):
                 launched = self._reduce_scatter(reduction)
                 self._finish(reduction)
                 reduction.running = launched
@@ -126,6 +132,10 @@ class UnitReduction:
         work.wait()
         for group in self._sharding.replica_groups():
             dist.all_reduce(shards, group=group)
+        self._add_shards(unit, shards)
+
+    def _add_shards(self, unit: Unit, shards: Tensor) -> None:
+        """Add a unit's sums over ranks to those of earlier micro-batches."""
         self._store.require_untouched(unit.names)  # layers that did not run here are not checked yet
         with torch.no_grad():
             joined = self._join_slices(unit, shards)

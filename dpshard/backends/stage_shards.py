@@ -1,0 +1,89 @@
+"""A stage of a pipeline in FSDP2: data ranks hold shards of it; see [Note: Sums of a stage] in stage_sums.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from dpshard.backends.fsdp2 import FSDP2Sharding, Unit, UnitReduction
+from dpshard.backends.grad_store import add
+from dpshard.backends.model_parts import DeclaredParts
+from dpshard.backends.roles import Take
+from dpshard.backends.stage_sums import LateSums, refused_state
+from dpshard.backends.stages import OfStages, Stages
+from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
+
+
+class StageShards(OfStages, FSDP2Sharding):
+    """The shards of one stage."""
+
+    def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]], declared: DeclaredParts | None) -> Stages:
+        if of_model:
+            raise ConfigurationError(
+                "Tensor parallelism within a stage of a pipeline is not supported: parallelize_module has placed "
+                f"{next(iter(of_model))}. Shard stages by fully_shard alone."
+            )
+        assert declared is not None
+        return Stages(declared[0], self.compute_device, self.parameters)
+
+    def _together(self) -> AbstractContextManager[Any]:
+        self.data.meet()  # not all ranks: another stage begins later
+        return nullcontext()
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """Raise ConfigurationError: which stages hold a tensor, and which data ranks its shards, is not settled."""
+        raise refused_state("FSDP2")
+
+
+class LateUnits(UnitReduction, LateSums):
+    """Keeps the sums of this rank's samples, and reduces all units after each step of the schedule.
+
+    As FSDP2 does in pipelines: a rank holds whole sums meanwhile.
+    """
+
+    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
+        """Keep the clipped sums; return None for each."""
+        self._store.begins(lambda: None)
+        self.add(names, take)
+        return [None] * len(names)
+
+    def add(self, names: Sequence[str], take: Take) -> None:
+        """Keep clipped sums."""
+        self._store.require_untouched(names)
+        for name in names:
+            total = take(name)
+            if total is not None:
+                add(self._store.unreduced, name, total)
+                self._store.stand_in(name)
+
+    def end_micro_batch(self) -> None:
+        """Reduce the sums of all units, in one order on all data ranks."""
+        self._begin_pass()
+        self._end()
+
+    def _reduces(self, unit: Unit) -> bool:
+        # Schedules switch FSDP's own reduction off and on.
+        return True
+
+    def _add_shards(self, unit: Unit, shards: Tensor) -> None:
+        try:
+            super()._add_shards(unit, shards)
+        except (LogicalBatchError, UnsupportedParameterError) as error:
+            self._late_fault = error  # raised later: other ranks wait in the reductions of the next units
+
+    def fault(self) -> DpshardError | None:
+        """Return why the sums must not be released, or None."""
+        if self._store.unreduced:
+            return LogicalBatchError(
+                f"The clipped sum of {next(iter(self._store.unreduced))} came after those of its micro-batch were "
+                f"summed over ranks. Call schedule.step(...) within the loop over engine.batches(...), and zero_grad() "
+                f"to start afresh."
+            )
+        return self.take_fault() or super().fault()
