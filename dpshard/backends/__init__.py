@@ -2,8 +2,8 @@
 
 A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (communicator.py, sharding.py,
 roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py). Ranks with parts of one
-model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py, stages.py, stage_sums.py; model_parallel.py
-refuses all others.
+model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py, stages.py, stage_sums.py, stage_shards.py;
+model_parallel.py refuses all others.
 May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
 """
 

@@ -27,8 +27,13 @@ class StageShards(OfStages, FSDP2Sharding):
     def _parts_of(self, of_model: Mapping[str, tuple[DeviceMesh, Any]], declared: DeclaredParts | None) -> Stages:
         if of_model:
             raise ConfigurationError(
-                "Tensor parallelism within a stage of a pipeline is not supported: parallelize_module has placed "
+                f"Tensor parallelism within a stage of a pipeline is not supported: parallelize_module has placed "
                 f"{next(iter(of_model))}. Shard stages by fully_shard alone."
+            )
+        if self.mesh.ndim > 1:
+            raise ConfigurationError(
+                "Hybrid sharding (HSDP) within a stage of a pipeline is not supported. Call fully_shard with a mesh of "
+                "one dimension: all ranks with the same stage."
             )
         assert declared is not None
         return Stages(declared[0], self.compute_device, self.parameters)

@@ -103,10 +103,8 @@ class MicroBatch:
 
     @property
     def untrained(self) -> bool:
-        """True if no forward of a training was on it, or on one of its parts."""
-        if self.chunks:
-            return any(chunk is None or chunk.untrained for chunk in self.chunks)
-        return self.tape is None or self.tape.forwards.untrained
+        """True if no backward came, so that other ranks may wait in one; a schedule that began has ended on all."""
+        return not self.chunks and (self.tape is None or self.tape.forwards.untrained)
 
 
 _NOT_CALLED = "the model was not called on it in training mode"

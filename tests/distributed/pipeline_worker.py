@@ -6,9 +6,9 @@ Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training:
 (blocks); evaluated (after each step); nan (in some samples); overwritten (inputs, after the schedule's step); resumed
 (after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
 so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
-pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), bfloat16 (parameters
-in forward); digested (sums are not taken for equal). Options that are faults: see `told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule
-on the same stages).
+pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), hybrid (over nodes,
+too), bfloat16 (parameters in forward); digested (sums are not taken for equal). Options that are faults: see
+`told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule on the same stages).
 """
 
 import math
@@ -24,13 +24,15 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
+from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 from dpshard import BandMF, Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard.backends.model_parts import Place
+from dpshard.backends.stage_shards import LateUnits, StageShards
 from dpshard.backends.stages import Stages
 from dpshard.clipping.groups import partition
 from dpshard.errors import DpshardError
@@ -70,6 +72,11 @@ def of_all_pipelines(self: Stages, x: Tensor, gather: Any = Stages.gather) -> Te
     return rows
 
 
+def add_shards_twice(self: LateUnits, *given: Any, add_shards: Any = LateUnits._add_shards) -> None:
+    add_shards(self, *given)
+    add_shards(self, *given)
+
+
 PLANTED: dict[str, Any] = {
     "own-noise": lambda: mock.patch.object(NoiseOfRun, "of_step", noise_of_replica),
     "norms-of-all": lambda: mock.patch.object(Stages, "gather", of_all_pipelines),
@@ -78,6 +85,10 @@ PLANTED: dict[str, Any] = {
         lambda indices, step, size, rank, world_size, **rest: plan_micro_batches(indices, step, size, 0, 2, **rest),
     ),
     "unsummed": lambda: mock.patch("dpshard.backends.stage_sums.WholeSums.sum_rest"),
+    "forgotten": lambda: mock.patch.object(LateUnits, "add_later"),
+    "twice": lambda: mock.patch.object(LateUnits, "_add_shards", add_shards_twice),
+    "noise-by-shard": lambda: mock.patch.object(StageShards, "place", return_value=Place()),
+    "unreduced": lambda: mock.patch.object(LateUnits, "end_micro_batch"),
 }
 """Faults of pipelines side by side, which give another update."""
 
@@ -251,8 +262,9 @@ def shard(model: Model, options: set[str], mesh: DeviceMesh) -> None:
     units = [*model.blocks.values(), model]
     if "apart" in options:
         units[-1:] = [module for module in (model.enter, model.head) if module is not None]
+    shards = mesh["nodes", "dp"] if "hybrid" in options else mesh["dp"]
     for module in units:
-        fully_shard(module, mesh=mesh["dp"], reshard_after_forward="unsharded" not in options, mp_policy=policy)
+        fully_shard(module, mesh=shards, reshard_after_forward="unsharded" not in options, mp_policy=policy)
 
 
 def whole(p: Tensor) -> Tensor:
@@ -311,7 +323,9 @@ def compare(case: str) -> dict[str, Any]:
     mode, *chosen = mode.split("+")
     options = set(chosen)
     replicas = 2 if options & {"ddp", "fsdp"} else 1
-    mesh = init_device_mesh("cpu", (replicas, dist.get_world_size() // replicas), mesh_dim_names=("dp", "pp"))
+    mesh = init_device_mesh(
+        "cpu", (1, replicas, dist.get_world_size() // replicas), mesh_dim_names=("nodes", "dp", "pp")
+    )
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
     torch.manual_seed(0)
     dtype = torch.float32 if "float32" in options else torch.float64
@@ -350,14 +364,21 @@ def compare(case: str) -> dict[str, Any]:
                 print(found["refused"], flush=True)
                 os._exit(1)
             return found
-    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        engine_alone = engine_for(alone, style, mode, options)
+    with taken_for_equal(), ExitStack() as undo:
+        told = {}
+        if "bfloat16" in options:  # rounded as FSDP does it
+            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("apart", "dp"))
+            shard(alone, options, mesh)
+            told = {"model_parallel_group": mesh["dp"].get_group()}
+        else:
+            undo.enter_context(mock.patch("torch.distributed.is_initialized", return_value=False))
+        engine_alone = engine_for(alone, style, mode, options, **told)
         expected = train(alone, engine_alone, options)
     if "by-hand" in options:
         engine_alone.detach()
         alone.load_state_dict(before)
         train_by_hand(alone, engine)
-    trained = {n: p.detach() for n, p in alone.named_parameters()}
+    trained = {n: whole(p) for n, p in alone.named_parameters()}
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     errors = [error_of(model, trained, change)]
     if state is not None:  # the other half of the run on one process

@@ -32,6 +32,18 @@ BESIDE = (
     *("gpipe:block-wise:auto+ddp+by-hand", "1f1b:all-layer:auto+ddp+resumed"),
 )
 """Two pipelines of two stages."""
+SHARDED = (
+    *("1f1b:block-wise:auto+fsdp+verified+adaptive", "gpipe:all-layer:auto+fsdp+unsharded+by-hand"),
+    "1f1b:layer-wise:auto+fsdp+apart+nan",
+)
+"""Two pipelines of two stages, each in FSDP2 over two ranks."""
+MORE_SHARDED = (
+    "1f1b:all-layer:auto+fsdp+resumed",
+    *("1f1b:all-layer:auto+fsdp+verified+unsharded+adaptive", "gpipe:block-wise:auto+fsdp+by-hand+unsharded"),
+    *("gpipe:layer-wise:ghost+fsdp", "1f1b:block-wise:auto+fsdp+float32+bfloat16"),
+    *("1f1b:all-layer:auto+fsdp+checkpointed+offload+secure+overwritten", "gpipe:param-wise:auto+fsdp+evaluated"),
+    *("1f1b:block-wise:auto+fsdp+correlated+verified", "gpipe:all-layer:auto+fsdp+units+sums+discrete"),
+)
 MORE_BESIDE = (
     *("gpipe:all-layer:auto+ddp+by-hand+overwritten", "1f1b:layer-wise:ghost+ddp+evaluated"),
     *("1f1b:block-wise:auto+ddp+verified+correlated", "1f1b:all-layer:auto+ddp+float32"),
@@ -40,6 +52,11 @@ MORE_BESIDE = (
 PLANTED = (
     *("1f1b:all-layer:auto+ddp+own-noise", "1f1b:all-layer:auto+ddp+norms-of-all"),
     *("1f1b:block-wise:auto+ddp+same-rows", "1f1b:all-layer:auto+ddp+unsummed"),
+    *("1f1b:all-layer:auto+fsdp+forgotten", "1f1b:layer-wise:auto+fsdp+noise-by-shard"),
+)
+MORE_PLANTED = (
+    *("gpipe:all-layer:auto+fsdp+own-noise", "1f1b:all-layer:auto+fsdp+norms-of-all"),
+    *("1f1b:block-wise:auto+fsdp+same-rows", "1f1b:block-wise:auto+fsdp+twice"),
 )
 REFUSED = {
     "gpipe:all-layer:auto+rescaled": "LogicalBatchError: The gradient of",
@@ -55,13 +72,17 @@ REFUSED = {
     "1f1b:all-layer:auto+mixed": "ConfigurationError: model_parallel_parts",
     "1f1b:all-layer:auto+renumbered": "is a parameter of the stages on ranks 0 and 1",
     "1f1b:all-layer:auto+frozen": "ConfigurationError: Stage 1 of the pipeline has no trainable parameter",
-    "1f1b:all-layer:auto+inner": "ConfigurationError: A stage of a pipeline in FSDP2, or with parts in",
-    "1f1b:all-layer:auto+sharded": "ConfigurationError: A stage of a pipeline in FSDP2, or with parts in",
+    "1f1b:all-layer:auto+inner": "ConfigurationError: A stage of a pipeline with parts in Distributed",
 }
 REFUSED_BESIDE = {
     "1f1b:all-layer:auto+ddp+unsummed+digested": "LogicalBatchError: The clipped sums of this logical batch differ",
     "1f1b:block-wise:auto+ddp+rescaled": "LogicalBatchError: The gradient of",
     "1f1b:block-wise:auto+ddp+saved": "ConfigurationError: A Checkpointer does not save stages",
+    "1f1b:block-wise:auto+fsdp+unreduced": "LogicalBatchError: The clipped sum of",
+    "1f1b:block-wise:auto+fsdp+rescaled": "LogicalBatchError: The clipped sum of",
+    "1f1b:all-layer:auto+fsdp+hybrid": "ConfigurationError: Hybrid sharding (HSDP) within a stage",
+    "1f1b:all-layer:auto+fsdp+lost": "is incomplete",
+    "1f1b:block-wise:auto+fsdp+saved": "ConfigurationError: A Checkpointer does not save stages",
 }
 ENDS = {
     "1f1b:block-wise:auto+another-evaluates": "ConfigurationError: No input that stage 1 of the pipeline receives",
@@ -74,8 +95,8 @@ ENDS = {
 ITEMS = [
     *(pytest.param(2, case) for case in EXACT),
     *(pytest.param(2, case, marks=pytest.mark.exhaustive) for case in MORE),
-    *(pytest.param(4, case) for case in BESIDE),
-    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*ON_FOUR, *MORE_BESIDE)),
+    *(pytest.param(4, case) for case in (*BESIDE, *SHARDED)),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in (*ON_FOUR, *MORE_BESIDE, *MORE_SHARDED)),
 ]
 found = shared("pipeline_worker.py", ITEMS, lambda world_size, case: (world_size, case), size=7)
 
@@ -91,7 +112,10 @@ def test_stages_change_no_update(world_size: int, case: str) -> None:
             assert result[name][0] == result[name][1]
 
 
-BROKEN = [pytest.param(4, case) for case in PLANTED]
+BROKEN = [
+    *(pytest.param(4, case) for case in PLANTED),
+    *(pytest.param(4, case, marks=pytest.mark.exhaustive) for case in MORE_PLANTED),
+]
 found_broken = shared("pipeline_worker.py", BROKEN, lambda world_size, case: (world_size, case))
 
 
