@@ -37,6 +37,8 @@ MORE: dict[str, dict[str, Any]] = {
 ON_FOUR: dict[str, dict[str, Any]] = {
     "context": {"cp": 2, "style": "block-wise", "precision": "float64"},
     "context, checkpointed": {"cp": 4, "checkpointing": "full", "precision": "float64"},
+    "context and tensor": {"cp": 2, "tp": 2, "precision": "float64"},
+    "context and copies": {"cp": 2, "copies": 2, "style": "layer-wise", "precision": "float64"},
     "tensor": {"tp": 2},
     "tensor, tied": {"tp": 2, "tied": True, "bound": 31.0},
     "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
@@ -119,10 +121,6 @@ def _other_in_parts(config: Any) -> None:
     config.parallelism.tensor_parallel_degree = 2
 
 
-def _copied_in_context(config: Any) -> None:
-    config.parallelism.context_parallel_degree = config.parallelism.data_parallel_replicate_degree = 2
-
-
 def _masked_in_context(config: Any) -> None:
     from torchtitan.models.common.attention import FlexAttention
 
@@ -140,7 +138,6 @@ def _compiled_in_parts(config: Any) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "pipeline": (_set("parallelism.pipeline_parallel_degree", 2), "pipeline_parallel_degree"),
-    "context and copies": (_copied_in_context, "context_parallel_degree > 1 does not go with"),
     "context of masks": (_masked_in_context, "context_parallel_degree > 1 needs the attention"),
     "compiled context": (_compiled_in_context, "context_parallel_degree > 1 is verified for Llama 3 without"),
     "expert": (_set("parallelism.expert_parallel_degree", 2), "expert_parallel_degree"),
@@ -195,7 +192,10 @@ def test_further_updates_are_those_of_single_documents(case: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_the_update_on_four_ranks_is_that_of_single_documents(case: str) -> None:
-    check(found(4, *ON_FOUR)[case], ON_FOUR[case].get("precision", "float32"))
+    # Alone, because torch keeps the ring's group of an equal mesh of an earlier trainer, which the engine refuses.
+    crossed = [name for name, options in ON_FOUR.items() if "cp" in options and {"tp", "copies"} & options.keys()]
+    cases = [case] if case in crossed else [name for name in ON_FOUR if name not in crossed]
+    check(found(4, *cases)[case], ON_FOUR[case].get("precision", "float32"))
 
 
 def check(ranks: list[Any], precision: str = "float32") -> None:

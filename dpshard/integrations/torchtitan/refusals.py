@@ -47,11 +47,6 @@ def _of_ranks(parallelism: Any) -> dict[str, bool]:
         "pipeline_parallel_degree: each stage of a pipeline would know a part of a document's norm. Leave it at 1.": (
             parallelism.pipeline_parallel_degree > 1
         ),
-        "context_parallel_degree > 1 does not go with tensor_parallel_degree > 1 or data_parallel_replicate_degree > "
-        "1, because the engine knows one group of ranks of a model, which FSDP shards over. Leave these at 1.": (
-            parallelism.context_parallel_degree > 1
-            and max(parallelism.tensor_parallel_degree, parallelism.data_parallel_replicate_degree) > 1
-        ),
         "expert_parallel_degree: experts on several ranks are not supported under FSDP2. Leave it at 1.": (
             parallelism.expert_parallel_degree > 1
         ),
