@@ -58,6 +58,11 @@ def _hands_out(edges: Sequence[tuple[Any, int]]) -> bool:
     return False
 
 
+def _wants(node: Any) -> bool:
+    """Return True if the running pass needs the gradient that goes to a node; the first of two passes may not."""
+    return node is not None and (_hands_out([(node, 0)]) or torch._C._will_engine_execute_node(node))
+
+
 Node = TypeVar("Node", bound=torch.autograd.Function)
 
 
@@ -159,6 +164,15 @@ Arrive = Callable[[Sequence[Tensor | None]], None]
 """Takes the tensors kept for a use, and the output gradient."""
 
 
+def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor], g: Tensor) -> None:
+    """Call `ctx.arrive`, unless the pass is autograd.grad(loss, input), which needs no gradient of a parameter."""
+    for node, _ in ends:
+        if node is not None and torch._C._will_engine_execute_node(node):
+            with in_full_precision(g.device):
+                ctx.arrive((*kept, g))
+            return
+
+
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
     """Return `output`; in backward, pass its gradient on, and hand it and the kept tensors to `arrive`.
@@ -177,17 +191,40 @@ class _Tap(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
             raise UnsupportedParameterError(_CREATE_GRAPH)
-        # autograd.grad(loss, input) also runs this node, but needs no gradient of a parameter.
-        for node, _ in ctx.next_functions[1 + ctx.count :]:
-            if node is not None and torch._C._will_engine_execute_node(node):
-                with in_full_precision(gradients[0].device):
-                    ctx.arrive((*_kept(ctx), *gradients))
-                break
+        _hand_over(ctx, ctx.next_functions[1 + ctx.count :], _kept(ctx), gradients[0])
         return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
 # Function.apply in Python serves transforms of torch.func, which the mode leaves before a tap.
 _apply_tap: Any = getattr(super(torch.autograd.Function, _Tap), "apply")  # noqa: B009
+
+
+@left_out_of_graphs
+class _FusedTap(torch.autograd.Function):
+    """Compute a function with its tap: `run` gets the input, and operands that autograd does not see."""
+
+    @staticmethod
+    def forward(ctx: Any, arrive: Arrive, run: Any, gradient: Any, operands: Any, input: Tensor, *_: Tensor) -> Tensor:
+        ctx.arrive, ctx.gradient = arrive, gradient
+        output, kept = run(_itself, input, *operands)
+        ctx.save_for_backward(operands[0], *kept)
+        return output.data  # perhaps a view, of which a tap would make autograd copy gradients of the whole base
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            raise UnsupportedParameterError(_CREATE_GRAPH)
+        (g,), (weight, *kept), ((into, _), *ends) = gradients, ctx.saved_tensors, ctx.next_functions
+        _hand_over(ctx, ends, kept, g)
+        gradient = ctx.gradient(g, weight) if _wants(into) else None
+        return (None, None, None, None, gradient, *(_blank(g.device),) * len(ends))
+
+
+def _itself(x: Tensor) -> Tensor:
+    return x
+
+
+_apply_fused_tap: Any = getattr(super(torch.autograd.Function, _FusedTap), "apply")  # noqa: B009
 
 
 class _RegionTap(torch.autograd.Function):
@@ -240,6 +277,23 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
     if arrive is None:
         return _RegionTap.apply(nodes, len(own), output, *own, *ends)
     return _apply_tap(arrive, nodes, len(own), output, *own, *ends)
+
+
+def fuses() -> bool:
+    """Return True if a function and its tap may be one node: autocast casts, hooks on saved tensors wait for `hold`."""
+    return _autograd._top_saved_tensors_default_hooks(False) is None and not torch._C._is_any_autocast_enabled()
+
+
+def fused_tap(
+    run: Any,
+    gradient: Callable[[Tensor, Tensor], Tensor],
+    input: Tensor,
+    operands: tuple[Tensor | None, ...],
+    ends: Sequence[Tensor],
+    arrive: Arrive,
+) -> Tensor:
+    """Return the output of a planned function, tapped; see `tap`. `operands`: weight and bias, both parameters."""
+    return _apply_fused_tap(arrive, run, gradient, operands, input, *ends)
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpshard.clipping.autograd_nodes import hold
+from dpshard.clipping.autograd_nodes import fused_tap, fuses, hold
+from dpshard.clipping.tape import Tape
 from dpshard.clipping.uses import Use
 from dpshard.interception.slots import Slots
 from dpshard.rules.call import Planned, Source
@@ -47,6 +48,10 @@ class PlannedUse:
     def repeat(self, slots: Slots, args: Any, kwargs: Any) -> Tensor:
         """Run a call as planned, and tap its output."""
         input, weight, bias = [args[p] if type(p) is int else kwargs.get(p) for p in self.operands]
+        gradient = self.planned.gradient
+        if gradient is not None and isinstance(slots, Tape) and fuses():
+            tokens, arrive = slots.expect(self.use)
+            return fused_tap(self.planned.run, gradient, input, (weight, bias), tokens, arrive)
         cuts_weight, cuts_bias = self.cuts
         weight, bias = weight.detach() if cuts_weight else weight, bias.detach() if cuts_bias else bias
         output, keep = self.planned.run(hold, input, weight, bias)

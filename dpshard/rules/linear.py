@@ -29,7 +29,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 
 def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = _linear(input, weight, bias)
-    if not torch.compiler.is_compiling() and output._is_view():
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and output._is_view():
         # A view of addmm's matrix, which backward does not need. A tap on a view would make autograd copy the
         # gradient of the whole base, twice.
         return torch.ops.aten._unsafe_view.default(output, output.shape)
@@ -90,10 +90,12 @@ def _record(
 ) -> Tensor:
     """Return `product(input, weight, bias)`, tapped: `input` W^T + b, or `input` W + b if `transposed` (W [D, P])."""
     axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
+    gradient = _through_transposed if transposed else _through
     if w is not None and w.transpose_of is not None:
         # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
         w, transposed = w.transpose_of, not transposed
     recorded, shape = w is not None, None if w is None else w.shape
+    whole = recorded and (bias is None or b is not None)
 
     def run(hold: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
         input = hold(input) if recorded else input
@@ -102,7 +104,16 @@ def _record(
         return output, (input.to(output.dtype),) if recorded else ()
 
     recipe = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
-    return call.run(Planned(tuple([s for s in (w, b) if s is not None]), recipe, run), input, weight, bias)
+    planned = Planned(tuple([s for s in (w, b) if s is not None]), recipe, run, gradient if whole else None)
+    return call.run(planned, input, weight, bias)
+
+
+def _through(g: Tensor, weight: Tensor) -> Tensor:
+    return g.matmul(weight.conj())
+
+
+def _through_transposed(g: Tensor, weight: Tensor) -> Tensor:
+    return g.matmul(weight.mH)
 
 
 @dataclass(frozen=True, slots=True)
