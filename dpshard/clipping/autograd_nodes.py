@@ -207,7 +207,7 @@ class _FusedTap(torch.autograd.Function):
     def forward(ctx: Any, arrive: Arrive, run: Any, gradient: Any, operands: Any, input: Tensor, *_: Tensor) -> Tensor:
         ctx.arrive, ctx.gradient = arrive, gradient
         output, kept = run(_itself, input, *operands)
-        ctx.save_for_backward(operands[0], *kept)
+        ctx.save_for_backward(operands[0].detach(), *kept)  # a parameter may get other data before backward
         return output.data  # perhaps a view, of which a tap would make autograd copy gradients of the whole base
 
     @staticmethod

@@ -174,6 +174,58 @@ def test_views_of_parameters_leave_no_plans():
     assert kept[1:] == [2, 2, 2]
 
 
+def trained(model, steps):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(steps):
+        ramp_loss(model(randn(B, T, D).to(model[0].weight.dtype))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_planned_product_is_one_node_with_its_tap_where_nothing_waits_for_its_parts():
+    model = nn.Sequential(nn.Linear(D, D))
+    engine = noise_free_engine(model, batch_size=B, steps=2, verify=False)
+    trained(model, 1)
+    x = torch.randn(B, T, D)
+    assert "Fused" in model(x).grad_fn.name()
+    with torch.autograd.graph.save_on_cpu():
+        assert "Fused" not in model(x).grad_fn.name()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert "Fused" not in model(x).grad_fn.name()
+    engine.detach()
+
+
+def test_a_parameter_may_get_other_data_before_backward():
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D)).double(), randn(B, T, D)
+    expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=1.0, batch_size=B)
+    engine = noise_free_engine(model, batch_size=B, steps=4, max_grad_norm=1.0, verify=False)
+    trained(model, 2)
+    loss = ramp_loss(model(x))
+    model[1].weight.data = 2 * model[1].weight.data
+    loss.backward()
+    found = {name: p.grad / B for name, p in model.named_parameters()}
+    engine.detach()
+    assert relative_error(found, expected) <= TOLERANCE
+
+
+def test_one_step_under_autocast():
+    def step(before):
+        torch.manual_seed(0)
+        model, x = nn.Sequential(nn.Linear(D, D), nn.LayerNorm(D), nn.Linear(D, D)), torch.randn(B, T, D)
+        engine = noise_free_engine(model, batch_size=B, steps=4, max_grad_norm=1.0, verify=False)
+        trained(model, before)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = ramp_loss(model(x))
+        loss.backward()
+        found = gradients_of(model)
+        engine.detach()
+        return found
+
+    first, later = step(0), step(2)
+    assert all(torch.equal(first[name], later[name]) for name in first)
+
+
 def test_an_input_written_after_its_use_is_refused_as_by_torch():
     model = nn.Sequential(nn.Linear(D, D), nn.Linear(D, D))
 
