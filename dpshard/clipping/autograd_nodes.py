@@ -9,7 +9,8 @@ Three nodes implement every clipping style; rules do not use them:
     parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
                                     (1 a region)
 
-Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records.
+Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records. A product
+       that calls repeat can be one node with its tap.
 Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
        Rules see detached parameters, so only anchors give parameters gradients.
 Tokens have gradients on GPUs. Only where a gradient flows does autograd make the stream of an anchor wait for those of
