@@ -209,6 +209,18 @@ def test_a_parameter_may_get_other_data_before_backward():
     assert relative_error(found, expected) <= TOLERANCE
 
 
+def test_a_bias_from_elsewhere_keeps_its_gradient():
+    bias = torch.zeros(D, requires_grad=True)
+    model = nn.Sequential(nn.Linear(D, D, bias=False))
+    model.forward = lambda x: F.linear(x, model[0].weight, bias)
+    engine = noise_free_engine(model, batch_size=B, steps=4, verify=False)
+    trained(model, 2)
+    bias.grad = None
+    model(torch.randn(B, D)).sum().backward()
+    engine.detach()
+    assert bias.grad.tolist() == [B] * D
+
+
 def test_one_step_under_autocast():
     def step(before):
         torch.manual_seed(0)
