@@ -64,6 +64,12 @@ def test_products_wait_for_collectives_in_the_middle_of_a_layer() -> None:
     assert times.phases == {"forward": pytest.approx(3), "update": pytest.approx(1)}
 
 
+def test_phases_that_micro_batches_repeat_add_up() -> None:
+    backward = replace(PRODUCT, phase="backward", flops=2 * FLOP)
+    times = replay([PRODUCT, backward] * 3, HARDWARE, "bf16", update_bytes=3350 * 10**9)
+    assert times.phases == {"forward": pytest.approx(3), "backward": pytest.approx(6), "update": pytest.approx(1)}
+
+
 def test_more_samples_multiply_the_products_and_more_ranks_the_network() -> None:
     assert [e.flops for e in scaled([PRODUCT, GATHER], 2.5)] == [2.5 * FLOP, 0]
     far = replace(GATHER, within_node=False)

@@ -13,11 +13,12 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from dpshard.applications.cli import console, plan_time, plots
+from dpshard.applications.cli import console, plan_pipeline, plan_time, plots
 from dpshard.applications.cli.options import options_of
 from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import CLIPPING_MODES, ClippingStyle, require_choice
+from dpshard.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from dpshard.applications.cli.plan_time import RunCosts
@@ -56,6 +57,11 @@ def command(
         if settings.budget is not None:
             plan_time.print_frontier(settings.budget, settings.seq, hardware, as_json, report)
             return
+        if settings.pp != 1:
+            if plot is not None:
+                raise ConfigurationError("--plot does not draw pipelines. Leave it out, or --pp.")
+            plan_pipeline.print_plan(settings, chosen, hardware, as_json, report)
+            return
         begun = time.monotonic()
         plan = _planned(settings, chosen, report)
         seconds = time.monotonic() - begun
@@ -67,10 +73,8 @@ def command(
 def _planned(settings: PlanSettings, chosen: Sequence[tuple[str, str]], report: Callable[[str], None]) -> Plan:
     from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
 
-    names = ("model", "ranks", "shard", "node", "micro_batches", "seq", "checkpointing", "precision", "optimizer")
-    setup = Setup(**{name: getattr(settings, name) for name in (*names, "tp", "cp")})
     return make_plan(
-        setup,
+        Setup(**settings.setup),
         micro_batch=settings.micro_batch,
         clippings=[Clipping(style, mode) for style, mode in chosen] or DEFAULT_CLIPPINGS,
         gpu_memory=settings.gpu_memory,

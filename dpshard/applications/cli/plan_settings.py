@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from dpshard.applications.cli.formats import field_of_option
 from dpshard.errors import ConfigurationError
@@ -45,6 +45,7 @@ class PlanSettings:
     node: int = _ranks(8, "GPUs of a node, the shards of hsdp.")
     tp: int = _ranks(1, "Ranks of tensor and sequence parallelism, under fsdp2 or zero2.")
     cp: int = _ranks(1, "Ranks of context parallelism, under fsdp2 or zero2.")
+    pp: int = _ranks(1, "Stages of a pipeline, under ddp and 1F1B; --micro-batches are its parts.")
     gpu_memory: float | None = _ranks(
         None, "GiB of a GPU: adds the styles that fit, and the largest micro-batches with their speed."
     )
@@ -72,3 +73,11 @@ class PlanSettings:
             raise ConfigurationError("A run needs --batch-size, --sample-size and --steps. Give all three, or none.")
         if all(run) and (self.target_epsilon is None) == (self.noise_multiplier is None):
             raise ConfigurationError("A run needs either --target-epsilon or --noise-multiplier.")
+        if self.pp != 1 and any(run):
+            raise ConfigurationError("A whole run is not planned with --pp. Leave --batch-size and the others out.")
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """The fields of a planner's Setup."""
+        names = ("model", "ranks", "shard", "node", "micro_batches", "seq", "checkpointing", "precision", "optimizer")
+        return {name: getattr(self, name) for name in (*names, "tp", "cp")}

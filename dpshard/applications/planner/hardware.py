@@ -72,6 +72,10 @@ class Hardware:
         """Return the time in which the GPU reads or writes so many bytes of its memory."""
         return nbytes / (GPUS[self.gpu].bandwidth * 1e9)
 
+    def hop_seconds(self, nbytes: float, *, within_node: bool) -> float:
+        """Return the time in which one rank sends another so many bytes."""
+        return self.latency + nbytes / ((self.intra if within_node else self.inter) * 1e9)
+
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
         """Return the time of a collective over `ranks`, whose whole tensor has `nbytes`.
 

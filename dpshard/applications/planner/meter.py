@@ -72,6 +72,11 @@ class Meter(TorchDispatchMode):
         self._events = []
         self._log.restart(list(self._live.values()))
 
+    def begin(self, phase: str) -> None:
+        """Begin a phase, and note the memory that it finds."""
+        self._add(Event(self.phase))
+        self.phase = phase
+
     def _add(self, event: Event) -> None:
         self._events.append(event)
         self._log.event()

@@ -59,9 +59,7 @@ class Transformer:
 
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
         """Build the model for inputs of `seq` tokens or pixels."""
-        length = seq or self.seq
-        kind, causal = _Checkpointed if checkpointing else Block, self.patch is None
-        block = partial(kind, self.width, self.heads, causal=causal, hidden=self.hidden)
+        length, block = seq or self.seq, self.block(checkpointing=checkpointing)
         if self.patch is None:
             model = GPT(self.vocabulary, length, self.width, self.layers, block, head=not self.tied)
         else:
@@ -73,7 +71,12 @@ class Transformer:
             ids_BT = torch.zeros(batch, length, dtype=torch.int64)
             return {"x": ids_BT}, ids_BT
 
-        return Subject(model, list(model.blocks), inputs, _cross_entropy)
+        return Subject(model, list(model.blocks), inputs, cross_entropy)
+
+    def block(self, *, checkpointing: bool) -> Callable[[], Block]:
+        """Return what makes a block."""
+        kind = _Checkpointed if checkpointing else Block
+        return partial(kind, self.width, self.heads, causal=self.patch is None, hidden=self.hidden)
 
 
 PRESETS: dict[str, Transformer] = {
@@ -109,7 +112,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """Models that transformers builds: VaultGemma has 1.04 billion parameters, and was trained on 1,024 tokens."""
 
 
-def _cross_entropy(output: Any, targets: Tensor) -> Tensor:
+def cross_entropy(output: Any, targets: Tensor) -> Tensor:
+    """Return the mean loss of logits, or of an output that has them."""
     scores = getattr(output, "logits", output)
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
@@ -186,7 +190,7 @@ def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subje
         ids_BT = torch.zeros(batch, length, dtype=torch.int64)
         return {"input_ids": ids_BT, "use_cache": False}, ids_BT
 
-    return Subject(model.train(), blocks, inputs, _cross_entropy)
+    return Subject(model.train(), blocks, inputs, cross_entropy)
 
 
 def _largest_list(model: nn.Module) -> list[nn.Module]:

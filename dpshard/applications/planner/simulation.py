@@ -103,14 +103,23 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
     _require_mesh(setup)
     store = _EveryRankIsHere()  # named: torch does not keep its Python part alive
     dist.init_process_group("fake", store=store, rank=0, world_size=setup.ranks)
+    try:
+        with counting(), outside_of_modes():
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def counting() -> Iterator[None]:
+    """Ignore warnings about noise_multiplier=0 and full batches, and garbage of before."""
     gc.freeze()  # each step collects garbage, and need not look at older objects
     try:
-        with warnings.catch_warnings(), outside_of_modes():
-            warnings.simplefilter("ignore")  # about noise_multiplier=0 and full batches
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             yield
     finally:
         gc.unfreeze()
-        dist.destroy_process_group()
 
 
 def _require_mesh(setup: Setup) -> None:
@@ -209,7 +218,7 @@ class Simulation:
             return self.meter.counts
         rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
         with grids_unasked():
-            engine = _Engine(
+            engine = self._engine(
                 self.model,
                 self.meter,
                 self._layouts,
@@ -236,6 +245,9 @@ class Simulation:
             engine.detach()
         return self.meter.counts
 
+    def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
+        return CountingEngine(*args, **settings)
+
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
         # Earlier tensors in reference cycles would count until Python collects them.
@@ -249,6 +261,9 @@ class Simulation:
                 self.meter.phase = "backward"
                 loss.backward()
                 del loss
+        self._update()
+
+    def _update(self) -> None:
         self.meter.phase = "update"
         self.meter.label([p.grad for p in self.model.parameters()], GRADIENTS)
         self.optimizer.step()
@@ -262,7 +277,7 @@ class Simulation:
         return self.setup.shard == "ddp" and self.setup.precision == "bf16"
 
 
-class _Engine(PrivacyEngine):
+class CountingEngine(PrivacyEngine):
     """An engine that labels its records, and shares layouts with other engines."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:

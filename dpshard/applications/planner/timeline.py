@@ -68,9 +68,10 @@ def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, updat
     free = {True: 0.0, False: 0.0}  # when each network is free: within nodes, between them
     busy = {True: 0.0, False: 0.0}
     gathers: list[float] = []  # ends of all-gathers whose parameters were not used yet
-    ends: dict[str, float] = {}
+    phases: dict[str, float] = {}
     for event in (*events, Event("update")):
-        if event.phase == "update" not in ends:
+        before = now
+        if event.phase == "update" not in phases:
             now = max(now, *free.values())  # the update needs all sums
         if event.kind == "use":
             now = used = max(now, gathers.pop(0)) if gathers else now
@@ -85,11 +86,8 @@ def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, updat
                 now = max(now, end)
         else:
             now, computing = now + event.flops / speed, computing + event.flops / speed
-        ends[event.phase] = now
-    ends["update"] += hardware.memory_seconds(update_bytes)
-    phases, before = {}, 0.0
-    for phase, end in ends.items():
-        phases[phase], before = end - before, end
+        phases[event.phase] = phases.get(event.phase, 0.0) + now - before  # micro-batches repeat phases
+    phases["update"] += hardware.memory_seconds(update_bytes)
     return Times(phases, computing, max(busy.values()))
 
 

@@ -1,0 +1,130 @@
+"""Plans of pipelines, printed: `dpshard plan --pp`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich import box
+from rich.markup import escape
+from rich.table import Table
+
+from dpshard.applications.cli import console, plan_time
+from dpshard.applications.cli.plan_settings import PlanSettings
+from dpshard.applications.cli.run_folder import write_json
+
+if TYPE_CHECKING:
+    from dpshard.applications.planner.hardware import Hardware
+    from dpshard.applications.planner.pipelines import PipelineEstimate, PipelinePlan
+
+GIB = 2**30
+SHOWN = 4
+"""Stages whose memory is printed."""
+
+
+def print_plan(
+    settings: PlanSettings,
+    chosen: Sequence[tuple[str, str]],
+    hardware: Hardware,
+    as_json: Path | None,
+    report: Callable[[str], None],
+) -> None:
+    """Count the stages of a pipeline, and print time and memory of a step."""
+    from dpshard.applications.planner import Clipping, Setup
+    from dpshard.applications.planner.pipelines import PIPELINE_CLIPPINGS, make_pipeline_plan
+
+    begun = time.monotonic()
+    plan = make_pipeline_plan(
+        Setup(**settings.setup),
+        pp=settings.pp,
+        micro_batch=settings.micro_batch,
+        clippings=[Clipping(style, mode) for style, mode in chosen] or PIPELINE_CLIPPINGS,
+        report=report,
+    )
+    seconds = time.monotonic() - begun
+    if as_json is not None:
+        write_json(as_json, _figures(plan, hardware, seconds), public=True)
+    show(plan, hardware, settings.gpu_memory, seconds)
+
+
+def show(plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, seconds: float) -> None:
+    """Print a plan."""
+    setup = plan.setup
+    console.out.print(
+        f"[bold]{escape(str(setup.model))}[/], {sum(plan.elements) / 1e9:,.1f} billion parameters, {plan.replicas} "
+        f"pipelines of {plan.pp} stages on {setup.ranks} ranks, {setup.micro_batches} parts of {plan.micro_batch} "
+        f"samples, 1F1B, {setup.precision}"
+    )
+    console.out.print(_table(plan, hardware))
+    console.out.print(f"[dim]{plan_time.assumptions(hardware)}[/]")
+    parts = setup.micro_batches
+    textbook = (plan.pp - 1) / (parts + plan.pp - 1)
+    console.out.print(
+        f"• Equal stages without transfers would wait {textbook:.1%} of the span; more parts shorten this share."
+    )
+    if gpu_memory is not None:
+        fits = {e.label: max(plan.peaks(e)) <= gpu_memory * GIB for e in plan.estimates}
+        for said, wanted in (("Fits", True), ("Does not fit", False)):
+            if labels := [label for label, fit in fits.items() if fit is wanted]:
+                console.out.print(f"• {said} {gpu_memory:g} GiB: {'; '.join(labels)}.")
+    console.out.print(f"[dim]Counted in {seconds:.0f} s. Leave a tenth for allocator and libraries.[/]")
+
+
+def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
+    table = Table(
+        title="A step",
+        title_justify="left",
+        box=box.SIMPLE,
+        show_edge=False,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("", no_wrap=True)
+    for estimate in plan.estimates:
+        table.add_column(estimate.label, justify="right")
+
+    def add(name: str, values: Callable[[PipelineEstimate], str], style: str = "") -> None:
+        table.add_row(name, *map(values, plan.estimates), style=style)
+
+    times = {e.label: plan.times(e, hardware) for e in plan.estimates}
+    peaks = {e.label: plan.peaks(e) for e in plan.estimates}
+    worst = sorted(range(plan.pp), key=lambda s: -max(some[s] for some in peaks.values()))
+    work = plan.setup.micro_batches
+    add("TFLOP, all stages", lambda e: f"{work * sum(s.forward + s.backward + s.sums for s in e.stages) / 1e12:,.0f}")
+    add("seconds", lambda e: f"{times[e.label].total:,.3g}", "bold")
+    for name, field in (("schedule", "span"), ("sums after it", "sums"), ("all-reduce", "reduction"), ("update",) * 2):
+        add(f"  {name}", lambda e, field=field: f"{getattr(times[e.label], field):,.3g}", "dim")
+    add("stages wait", lambda e: f"{times[e.label].bubble:.1%}")
+    add("tokens/s per GPU", lambda e: f"{plan.rate(e, hardware):,.0f}", "bold")
+    add("peak GiB, worst stage", lambda e: f"{max(peaks[e.label]) / GIB:,.1f}", "bold")
+    for s in worst[:SHOWN]:
+        add(f"  stage {s}", lambda e, s=s: f"{peaks[e.label][s] / GIB:,.1f}", "dim")
+    first = worst[0]
+    add(f"of stage {first}, by part", lambda _: "", "dim")
+    add("  held in flight", lambda e: f"{e.stages[first].held / GIB:,.2f}", "dim")
+    add("  kept to the end", lambda e: f"{e.stages[first].kept / GIB:,.2f}", "dim")
+    return table
+
+
+def _figures(plan: PipelinePlan, hardware: Hardware, seconds: float) -> dict[str, Any]:
+    return {
+        "setup": asdict(plan.setup),
+        "pp": plan.pp,
+        "micro_batch": plan.micro_batch,
+        "parameters": list(plan.elements),
+        "hardware": asdict(hardware),
+        "estimates": [
+            {
+                "name": e.label,
+                "stages": [asdict(stage) for stage in e.stages],
+                "peak_bytes": plan.peaks(e),
+                "seconds_of_a_step": asdict(plan.times(e, hardware)),
+                "rate_per_gpu": plan.rate(e, hardware),
+            }
+            for e in plan.estimates
+        ],
+        "seconds": seconds,
+    }

@@ -1,0 +1,78 @@
+"""The 1F1B schedule of a pipeline: when each stage computes, and what it holds.
+
+[Note: 1F1B]
+A stage first runs as many forwards as there are stages from it to the last one. Then it runs a backward and a forward
+in turn, and at last the rest of the backwards. Each operation waits for its stage, and for its input from another one.
+torch receives no input ahead: a transfer begins when the sender has computed and the receiver is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dpshard.applications.planner.stage_simulation import BACKWARD, FORWARD, SUMS, UPDATE, StageCounts
+
+Step = tuple[str, int]
+"""FORWARD or BACKWARD, and the number of the part."""
+
+
+def order_of(stage: int, stages: int, parts: int) -> list[Step]:
+    """Return what a stage runs, in its order."""
+    ahead = min(parts, stages - stage)
+    order: list[Step] = [(FORWARD, i) for i in range(ahead)]
+    for i in range(parts):
+        order.append((BACKWARD, i))
+        if i + ahead < parts:
+            order.append((FORWARD, i + ahead))
+    return order
+
+
+@dataclass(frozen=True, slots=True)
+class Walk:
+    """Seconds at which stages end."""
+
+    ends: tuple[float, ...]
+    last_backwards: tuple[float, ...]
+    """Begin of each stage's last backward."""
+
+    @property
+    def span(self) -> float:
+        """Seconds of the schedule's step."""
+        return max(self.ends)
+
+
+def walk(forward: Sequence[float], backward: Sequence[float], hops: Sequence[float], parts: int) -> Walk:
+    """Return when stages end, given the seconds of a part on each, and those of a transfer to the next one."""
+    stages = len(forward)
+    orders = [order_of(s, stages, parts) for s in range(stages)]
+    done: dict[tuple[str, int, int], float] = {}
+    places, free, begins = [0] * stages, [0.0] * stages, [0.0] * stages
+    s = 0
+    while any(at < 2 * parts for at in places):
+        s = (s + 1) % stages
+        while places[s] < 2 * parts:
+            kind, part = orders[s][places[s]]
+            sender = s - 1 if kind == FORWARD else s + 1
+            begin = free[s]
+            if 0 <= sender < stages:
+                if (kind, sender, part) not in done:
+                    break
+                begin = max(begin, done[kind, sender, part]) + hops[min(s, sender)]
+            begins[s] = begin
+            free[s] = done[kind, s, part] = begin + (forward if kind == FORWARD else backward)[s]
+            places[s] += 1
+    return Walk(tuple(free), tuple(begins))
+
+
+def peak_of(counts: StageCounts, order: Sequence[Step], parts: int) -> int:
+    """Return the most bytes of a stage in a step of the schedule and its update."""
+    flying = ended = most = 0
+    for kind, _ in order:
+        flying += kind == FORWARD
+        most = max(most, counts.peaks[kind] + (flying - 1) * counts.held + ended * counts.kept)
+        if kind == BACKWARD:
+            flying, ended = flying - 1, ended + 1
+    if counts.peaks[SUMS]:
+        most = max(most, counts.peaks[SUMS] + (parts - 1) * counts.kept)
+    return max(most, counts.peaks[UPDATE]) + parts * counts.buffers

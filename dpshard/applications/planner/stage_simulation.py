@@ -1,0 +1,232 @@
+"""Two parts of a micro-batch, one after the other, on one stage of a pipeline of fake tensors.
+
+[Note: A stage by itself]
+A stage computes what a model of its layers computes, so it is counted without the other stages and without a process
+group. Received tensors have no values: a hidden state comes in, and its gradient comes back. Groups that span stages
+are told to the clipper as such. So it copies their records, as in a pipeline, and they are summed after the last part.
+
+The second part finds the gradients of the first one, and the first one's activations are gone. So memory at any point
+of a schedule is that of the second part, and what other parts hold.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dpshard import backends
+from dpshard.applications.planner.counts import Counts
+from dpshard.applications.planner.meter import Meter
+from dpshard.applications.planner.models import Subject, Transformer, cross_entropy
+from dpshard.applications.planner.simulation import Clipping, CountingEngine, Setup, Simulation
+from dpshard.applications.transformer import GPT, Block
+from dpshard.backends.backend import Backend
+from dpshard.backends.communicator import Communicator
+from dpshard.backends.grad_store import DotGradStore
+from dpshard.backends.pipeline import StageSharding
+from dpshard.backends.sharding import Unsharded
+from dpshard.backends.stage_sums import LateSums, WholeSums
+from dpshard.clipping.autograd_nodes import in_full_precision
+from dpshard.clipping.tape import ClippedSums, Tape
+from dpshard.engine import PrivacyEngine
+
+FIRST, FORWARD, BACKWARD, SUMS, UPDATE = "first part", "forward", "backward", "sums", "update"
+"""Phases of the counted step. Forward and backward are those of the second part."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageCounts:
+    """Costs of one stage, by part of a micro-batch; bytes are of tensors."""
+
+    forward: int
+    """Operations of products."""
+    backward: int
+    sums: int
+    """Operations after the schedule, for each part: the clipped sums of groups that span stages."""
+    held: int
+    """Bytes that a part holds between its forward and its backward."""
+    kept: int
+    """Bytes that a part keeps until the schedule's step is done: records of groups that span stages."""
+    buffers: int
+    """Bytes that a part's received tensors have for the whole step: torch makes their buffers once."""
+    peaks: dict[str, int]
+    """Most bytes in forward and backward of one part, with none before it; in the sums of one; in the update. Without
+    buffers."""
+
+
+def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_batch: int) -> StageCounts:
+    """Return the costs of a stage with `micro_batch` samples a part, ordinary without `clipping`."""
+    counts = simulation.count(clipping, micro_batch)
+    total = [sum(parts) for parts in counts.ends]
+    place = {phase: [i for i, e in enumerate(counts.events) if e.phase == phase] for phase in (FORWARD, BACKWARD, SUMS)}
+    flops = {phase: sum(counts.events[i].flops for i in some) for phase, some in place.items()}
+    # The mark that ends a phase is its last event, and shows the memory that the next one finds.
+    before, between, after = total[place[FORWARD][0] - 1], total[place[FORWARD][-1]], total[place[BACKWARD][-1]]
+    kept = after - before if place[SUMS] else 0
+    buffers = simulation.buffers
+    base = buffers + kept  # of the first part, and buffers of one
+    peaks = {}
+    for phase in (FORWARD, BACKWARD, SUMS, UPDATE):
+        most = [sum(p) for p, e in zip(counts.peaks, counts.events, strict=True) if e.phase == phase]
+        peaks[phase] = max(most) - (buffers if phase == UPDATE else base) if most else 0
+    return StageCounts(
+        forward=flops[FORWARD],
+        backward=flops[BACKWARD],
+        sums=flops[SUMS] // 2,
+        held=between - before,
+        kept=kept,
+        buffers=buffers,
+        peaks=peaks,
+    )
+
+
+class Stage(GPT):
+    """Consecutive blocks of a GPT."""
+
+    def __init__(self, shape: Transformer, length: int, block: Any, *, first: bool, last: bool) -> None:
+        """Make the blocks of `shape`; the `first` stage has the embeddings, the `last` one the head and its norm."""
+        super().__init__(shape.vocabulary, length, shape.width, shape.layers, block, head=True)
+        if not first:
+            del self.tokens, self.positions
+        if not last:
+            del self.norm, self.head
+        self._first, self._last = first, last
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return hidden states [B, T, D], or logits of the last stage, of token ids [B, T] or hidden states."""
+        h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)) if self._first else x
+        for block in self.blocks.children():
+            assert isinstance(block, Block)
+            h_BTD = block(h_BTD)
+        if not self._last:
+            return h_BTD
+        assert self.head is not None
+        return self.head(self.norm(h_BTD))
+
+
+class StageSimulation(Simulation):
+    """One stage, whose blocks are those of `shape`, without its replicas."""
+
+    def __init__(self, setup: Setup, shape: Transformer, *, first: bool, last: bool) -> None:
+        self._shape, self._first, self._last = shape, first, last
+        self._engine_now: _StageEngine | None = None
+        super().__init__(replace(setup, model=shape, ranks=1, micro_batches=2))
+
+    @property
+    def buffers(self) -> int:
+        """Bytes of what a part of the last counted step received."""
+        return sum(x.numel() * x.element_size() for x in (self._received, self._gradient) if x is not None)
+
+    def _build(self) -> Subject:
+        setup, shape = self.setup, self._shape
+        length, block = setup.seq or shape.seq, shape.block(checkpointing=setup.checkpointing)
+        model = Stage(shape, length, block, first=self._first, last=self._last)
+
+        def inputs(batch: int) -> tuple[dict[str, Tensor], Tensor]:
+            ids_BT = torch.zeros(batch, length, dtype=torch.int64)
+            return {"x": ids_BT if self._first else torch.empty(batch, length, shape.width)}, ids_BT
+
+        return Subject(model, list(model.blocks), inputs, cross_entropy)
+
+    def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
+        return subject.model
+
+    def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
+        with _stage_backends():
+            self._engine_now = _StageEngine(*args, **settings)
+        return self._engine_now
+
+    def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
+        """See Simulation."""
+        self._engine_now = None
+        return super().count(clipping, micro_batch)
+
+    def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
+        inputs, targets = self.subject.inputs(micro_batch)
+        self._received = inputs["x"]
+        self._gradient = None if self._last else torch.empty(*targets.shape, self._shape.width)
+        gc.collect()
+        self.meter.restart()
+        self.meter.phase = FIRST
+        # Around the schedule's step, autocast keeps one copy of the parameters for all parts.
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
+            for i, _ in enumerate(logical_batch):
+                self._part(targets, (FORWARD, BACKWARD) if i else (FIRST, FIRST))
+        if self._engine_now is not None and self._engine_now.spanning:
+            self.meter.begin(SUMS)
+            self._engine_now.sum_spanning()
+        self.meter.begin(UPDATE)
+        self._update()
+
+    def _part(self, targets: Tensor, phases: tuple[str, str]) -> None:
+        gc.collect()
+        self.meter.begin(phases[0])
+        x = self._received.detach().requires_grad_(not self._first)
+        output = self.model(x)
+        loss = self.subject.loss(output, targets) if self._last else output
+        gc.collect()
+        self.meter.begin(phases[1])
+        loss.backward(self._gradient)
+
+
+class _StageEngine(CountingEngine):
+    """An engine that knows which of its groups would span stages."""
+
+    def __init__(self, model: nn.Module, meter: Meter, layouts: Any, **settings: Any) -> None:
+        super().__init__(model, meter, layouts, **settings)
+        clipper = self._collector.clipper
+        labels = ("all-layer", "outside of blocks")
+        self.spanning = frozenset(group.index for group in clipper.groups if group.label in labels)
+        clipper.spanning = self.spanning
+        self._tapes: list[Tape] = []
+        open_tape = self._collector.open_tape
+
+        def noted(batch_size: int, module: nn.Module) -> Tape:
+            self._tapes.append(open_tape(batch_size, module))
+            return self._tapes[-1]
+
+        self._collector.open_tape = noted
+
+    def sum_spanning(self) -> None:
+        """Clip and sum the groups that span stages, as InStages does after the schedule's step."""
+        tapes, reduction, clipper = list(dict.fromkeys(self._tapes)), self._backend.reduction, self._collector.clipper
+        self._tapes.clear()
+        assert isinstance(reduction, LateSums)
+        with torch.no_grad(), in_full_precision(torch.device("cpu")):
+            for tape in tapes:
+                for index in self.spanning:
+                    norm_sq_B = tape.own_norm_sq_B(index)
+                    assert norm_sq_B is not None
+                    tape.clip_spanning(index, norm_sq_B)
+            for index in self.spanning:
+                names = clipper.groups[index].names
+                reduction.add_later(names, ClippedSums(names, tapes, False).take)
+
+
+class _Alone(Unsharded):
+    """The parameters of a stage in an engine that knows no other stage."""
+
+    _accumulated = StageSharding._accumulated
+
+
+@contextmanager
+def _stage_backends() -> Iterator[None]:
+    """Let engines of plain models put sums in `.grad` as those of stages do."""
+    known = backends.local_backend
+
+    def backend(model: nn.Module, declared: Any = None) -> Backend:
+        sharding = _Alone(model)
+        store, alone = DotGradStore(sharding), Communicator()
+        return Backend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
+
+    backends.local_backend = backend
+    try:
+        yield
+    finally:
+        backends.local_backend = known
