@@ -180,7 +180,7 @@ def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping
         )
     if setup.shard != "ddp":
         raise ConfigurationError(
-            f"pp with shard={setup.shard} is not planned: a stage is whole, and its replicas are in "
+            f"pp with shard={setup.shard} is not planned: the plan counts whole stages, with replicas in "
             f"DistributedDataParallel. Choose shard=ddp."
         )
     if setup.ranks % pp:
