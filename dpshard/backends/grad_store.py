@@ -124,6 +124,11 @@ class DotGradStore:
                 self._guard.begin()
         return begins
 
+    def compare_bits(self) -> None:
+        """Raise LogicalBatchError if the bits of a gradient have changed; keep all sums."""
+        with torch.no_grad():
+            self._guard.compare_bits()
+
     def require_untouched(self, names: Collection[str]) -> None:
         """Raise LogicalBatchError unless gradients are as backward left them."""
         self._forget_failed()

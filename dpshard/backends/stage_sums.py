@@ -30,7 +30,15 @@ from dpshard.records import WIDE, as_real
 class LateSums(ABC):
     """A Reduction that also takes sums after backward."""
 
+    _store: DotGradStore
     _late_fault: DpshardError | None = None
+
+    def begin_late(self) -> None:
+        """Compare earlier sums with their checksums, before sums that come after backward make these anew."""
+        try:
+            self._store.compare_bits()
+        except LogicalBatchError as error:
+            self._late_fault = error
 
     @abstractmethod
     def add(self, names: Sequence[str], take: Take) -> None:

@@ -83,6 +83,7 @@ class InStages:
 
     def end(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
         """Complete the sums of a micro-batch after its backwards; all stages call it. See `_clip_spanning`."""
+        self._reduction.begin_late()  # the script may have changed .grad since the last backward
         if self._clipper.spanning:
             self._clip_spanning(micro, noting, observe)
         self._reduction.end_micro_batch()

@@ -7,8 +7,9 @@ Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training:
 (after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
 so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
 pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), hybrid (over nodes,
-too), bfloat16 (parameters in forward); digested (sums are not taken for equal). Options that are faults: see
-`told_wrongly`, `faulty` and PLANTED; another-evaluates (a schedule on the same stages).
+too), bfloat16 (parameters in forward); digested (sums are not taken for equal); thin (parts of one row, so more
+micro-batches). Options that are faults: see `told_wrongly`, `faulty`, `changed` and PLANTED; another-evaluates (a
+schedule on the same stages).
 """
 
 import math
@@ -192,7 +193,7 @@ def train(
     model: nn.Module, engine: PrivacyEngine, options: set[str], schedule: Any = None, steps: int | None = None
 ) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
-    for logical_batch in engine.batches(data(options), PARTS * ROWS, steps=steps):
+    for logical_batch in engine.batches(data(options), PARTS * (1 if "thin" in options else ROWS), steps=steps):
         for x, y in logical_batch:
             if "flipped" in options:  # copies of the last sample come where samples were
                 x, y = x.flip(0), y.flip(0)
@@ -217,11 +218,24 @@ def train(
                     activation.data.mul_(100)
             if "rescaled" in options and logical_batch.complete:
                 schedule._stage.scale_grads(2)
+            changed(model, logical_batch.position, options)
         optimizer.step()
         optimizer.zero_grad()
         if schedule is not None:
             evaluate(schedule, options)
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics(), "thresholds": engine.thresholds}
+
+
+def changed(model: nn.Module, position: int, options: set[str]) -> None:
+    """Change the sums of the first micro-batch in the body of the loop, in the second one."""
+    if position != 2:
+        return
+    if "amplified" in options:
+        for p in model.parameters():
+            if p.grad is not None:
+                (p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad).data.mul_(100)
+    if "clipped" in options:
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
 
 
 def evaluate(schedule: Any, options: set[str]) -> None:
