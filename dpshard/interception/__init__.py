@@ -10,7 +10,7 @@ from dpshard.interception.forward import Interception
 from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
-from dpshard.interception.model_state import HOOKS, is_own, same, walk, walk_through
+from dpshard.interception.model_state import HOOKS, is_own, parts_of, same, walk, walk_through
 from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
 from dpshard.interception.protocols import TapeProvider
@@ -46,6 +46,7 @@ __all__ = [
     "kind_of_object",
     "kind_of_run",
     "kind_of_value",
+    "parts_of",
     "plan_run",
     "same",
     "walk",

@@ -44,6 +44,13 @@ def is_own(name: str) -> bool:
     return name not in _FRAMEWORK and not name.startswith(("ds_", "_ds", "_fsdp", "applied_p", "__"))
 
 
+def parts_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the dicts of a module's sub-modules and buffers; copies for torch.jit.script, where none come or go."""
+    modules: Any = module._modules
+    buffers: Any = module._buffers
+    return (modules, buffers) if isinstance(modules, dict) else (dict(modules.items()), dict(buffers.items()))
+
+
 def attributes(module: nn.Module) -> dict[str, Any]:
     """Return the plain attributes of a module."""
     return {name: x for name, x in vars(module).items() if is_own(name)}
@@ -130,7 +137,7 @@ def walk_through(path: str, x: Any) -> dict[str, Any]:
 
 def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
     seen.add(id(module))
-    buffers = module._buffers
+    _, buffers = parts_of(module)
     yield f"{path}(buffers)", Container(buffers, lambda: dict(buffers), lambda x: refill(buffers, x))
     for name in HOOKS:
         hooks = vars(module)[name]

@@ -21,8 +21,9 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D] of any rank; with a vector W [D], sample by sample."""
-    if weight.dim() == 1:
+    """Y = x W^T + b with W [P, D] and x [..., D] of any rank; a vector W [D] or a bias that broadcasts: by sample."""
+    broadcasts = bias is not None and call.source(bias) is not None and bias.shape != weight.shape[:1]
+    if weight.dim() == 1 or broadcasts:
         return vectorized(call, *call.args, **call.kwargs)
     return _record(call, _unviewed, input, weight, bias, transposed=False)
 
@@ -39,7 +40,7 @@ def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @rule(torch.addmm, Tensor.addmm)
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
     """Y = b + x W with W [D, P]: the Conv1D of GPT-2, with x flattened to [B * T, D]."""
-    if beta != 1 or alpha != 1 or call.source(mat1) or input.dim() != 1 or not _is_matrix(call, mat2):
+    if beta != 1 or alpha != 1 or call.source(mat1) or input.shape != mat2.shape[1:] or not _is_matrix(call, mat2):
         return vectorized(call, *call.args, **call.kwargs)
     return _record(call, lambda x, w, b: torch.addmm(b, x, w), mat1, mat2, input, transposed=True)
 

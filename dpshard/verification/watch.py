@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value
+from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value, parts_of
 
 MOST_NEWS = 8
 """Verifications for changes of one attribute before the limit applies."""
@@ -98,9 +98,10 @@ class Watch:
         seen: set[int] = set()
         for prefix, module in model.named_modules():
             path, own = f"{prefix}." if prefix else "", vars(module)
-            self._sized += (own, module._buffers, module._modules)
-            self._look_up(module._modules, module._modules, f"{path}(modules)")
-            self._look_up(module._buffers, module._buffers, path, seen)
+            modules, buffers = parts_of(module)
+            self._sized += (own, buffers, modules)
+            self._look_up(modules, modules, f"{path}(modules)")
+            self._look_up(buffers, buffers, path, seen)
             names = [name for name in own if is_own(name) or name == "forward"]
             self._look_up(own, names, path, seen)
             hooks = [own[name] for name in HOOKS]

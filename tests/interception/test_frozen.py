@@ -16,9 +16,10 @@ from torch import nn
 from dpshard import PrivacyEngine
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
+from dpshard.errors import VerificationError
 from dpshard.records import PerSampleGrad
 from tests.grids import each
-from tests.oracle import assert_exact, randn
+from tests.oracle import assert_exact, noise_free_engine, randn
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -212,3 +213,28 @@ def test_frozen_parameters_are_in_no_group_and_no_count():
     engine.privatize()
     metrics = engine.metrics()
     assert metrics["clipped_sum_norm"] / metrics["gradient_snr"] == pytest.approx(3.0 * (3 * D) ** 0.5)
+
+
+class Sines(nn.Module):
+    def __init__(self, *, mixes: bool = False):
+        super().__init__()
+        self.mixes, self.layer = mixes, nn.Linear(D, D).requires_grad_(False)
+        self.register_buffer("scale", torch.full((D,), 2.0))
+
+    def forward(self, x):
+        return self.layer(x - x.mean(0) if self.mixes else x).sin() * self.scale
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_frozen_part_may_be_scripted():
+    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(Sines().double()), nn.Linear(D, 2))
+    assert_exact(model, randn(B, T, D), modes=["auto", "ghost"])
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_scripted_part_that_mixes_samples_is_refused():
+    model = nn.Sequential(nn.Linear(D, D), torch.jit.script(Sines(mixes=True)), nn.Linear(D, 2))
+    engine = noise_free_engine(model, batch_size=B, steps=1)
+    with pytest.raises(VerificationError):
+        model(torch.randn(B, T, D))
+    engine.detach()

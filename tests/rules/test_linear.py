@@ -66,6 +66,23 @@ def test_addmm_as_a_method_and_with_other_places():
 
 
 @pytest.mark.parametrize(
+    ("shape", "bias"), [((D,), ()), ((D,), (1,)), ((D,), (1, P)), ((4, D), (1,)), ((4, D), (4, P))]
+)
+def test_a_bias_that_broadcasts(shape, bias):
+    assert_exact(
+        Use(lambda m, x: F.linear(x, m.w, m.b), before=D, w=randn(P, D), b=randn(*bias)),
+        randn(5, *shape),
+        modes=["auto", "bk"],
+    )
+
+
+def test_addmm_with_a_bias_for_all_outputs():
+    assert_exact(
+        Use(lambda m, x: torch.addmm(m.b, x, m.w), before=D, w=randn(D, P), b=randn(1)), randn(4, D), modes=["auto"]
+    )
+
+
+@pytest.mark.parametrize(
     ("shape", "weight", "product"),
     [
         ((D,), (D, P), lambda m, x: x.mm(m.w)),
