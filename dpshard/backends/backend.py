@@ -72,14 +72,14 @@ class Backend:
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
         """Raise ConfigurationError unless ranks agree; else batches would differ, and noise be unequal."""
-        own: dict[str, Any] = {"parameters": self.sharding.everywhere}
+        own: dict[str, Any] = {"parameters": self.sharding.everywhere, "wrappers": self.layout}
         if self.sharding.parts is not None:
             own["parts of the model"] = self.sharding.parts.facts
         if wrong := self.communicator.mismatches({**facts, **own}):
             raise ConfigurationError(
-                f"Ranks disagree about {', '.join(wrong)}. Make the same engine for the same model on every rank (no "
-                f"part under tensor or expert parallelism). sample_size counts the whole data "
-                f"set; engine.batches(...) gives every rank its share."
+                f"Ranks disagree about {', '.join(wrong)}. Make the same engine for the same model, in the same "
+                f"wrappers, on every rank (no part under tensor or expert parallelism). sample_size counts the whole "
+                f"data set; engine.batches(...) gives every rank its share."
             )
 
     def complete_sums(

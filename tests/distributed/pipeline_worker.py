@@ -7,9 +7,9 @@ Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training:
 (after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
 so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
 pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), hybrid (over nodes,
-too), bfloat16 (parameters in forward); digested (sums are not taken for equal); thin (parts of one row, so more
-micro-batches). Options that are faults: see `told_wrongly`, `faulty`, `changed` and PLANTED; another-evaluates (a
-schedule on the same stages).
+too), half-ddp (the last stage in DDP), bfloat16 (parameters in forward); digested (sums are not taken for equal); thin
+(parts of one row, so more micro-batches). Options that are faults: see `told_wrongly`, `faulty`, `changed` and PLANTED;
+another-evaluates (a schedule on the same stages).
 """
 
 import math
@@ -299,7 +299,9 @@ def told_wrongly(
         given = nn.Sequential(*model.blocks.values())
     if "frozen" in options and model.enter is None:
         model.requires_grad_(False)
-    if "fsdp" in options:
+    if "half-ddp" in options and model.enter is None:
+        given = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    elif "fsdp" in options:
         shard(model, options, mesh)
     if "inner" in options:
         alone = dist.new_subgroups(group_size=1)[0]

@@ -83,6 +83,7 @@ REFUSED_BESIDE = {
     "1f1b:block-wise:auto+fsdp+thin+clipped": "LogicalBatchError: The gradient of",
     "1f1b:all-layer:auto+fsdp+thin+amplified": "LogicalBatchError: The gradient of",
     "1f1b:all-layer:auto+ddp+thin+amplified": "LogicalBatchError: The gradient of",
+    "1f1b:block-wise:auto+fsdp+half-ddp": "ConfigurationError: Ranks disagree about wrappers",
     "1f1b:all-layer:auto+fsdp+hybrid": "ConfigurationError: Hybrid sharding (HSDP) within a stage",
     "1f1b:all-layer:auto+fsdp+lost": "is incomplete",
     "1f1b:block-wise:auto+fsdp+saved": "ConfigurationError: A Checkpointer does not save stages",
