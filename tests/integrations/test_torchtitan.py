@@ -2,7 +2,7 @@
 
 Failure modes: a document's gradient depends on others in its row or batch, or on the count of all tokens; a part of
 the model is not seen (the head in a chunked loss, a table in parts, experts); counts of tokens move the choice of
-experts without noise; a resumed run forgets a release.
+experts without noise; a stage of a pipeline clips by its own norms; a resumed run forgets a release.
 """
 
 import sys
@@ -27,9 +27,12 @@ CASES: dict[str, dict[str, Any]] = {
     "fsdp2": {"checkpointing": "selective"},
     "packed": {"per_row": 3, "style": "layer-wise"},
     "bfloat16": {"precision": "bfloat16"},
+    "pipeline": {"pp": 2, "precision": "float64"},
     "ddp": {"copies": 2, "checkpointing": "full", "compiled": True, "style": "block-wise"},
 }
 MORE: dict[str, dict[str, Any]] = {
+    "pipeline, masked": {"pp": 2, "masked": True, "checkpointing": "selective", "precision": "float64"},
+    "pipeline in bfloat16": {"pp": 2, "part": 2, "precision": "bfloat16"},
     "experts": {"experts": "wide", "bound": 5.0, "checkpointing": "selective"},
     "packed experts": {"experts": "wide", "bound": 5.0, "per_row": 3, "style": "block-wise"},
     "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
@@ -43,8 +46,15 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "tensor, tied": {"tp": 2, "tied": True, "bound": 31.0},
     "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
     "hsdp": {"copies": 2, "checkpointing": "selective", "compiled": True},
+    "pipeline of four": {"pp": 4, "style": "block-wise", "checkpointing": "selective", "precision": "float64"},
+    "pipelines": {"pp": 2, "style": "layer-wise", "precision": "float64"},
+    "pipelines, GPipe": {"pp": 2, "schedule": "GPipe", "part": 2, "checkpointing": "full", "precision": "float64"},
 }
-
+FAULTY: dict[str, dict[str, Any]] = {
+    "norms of one stage": {"pp": 2, "precision": "float64", "fault": "own norms"},
+    "tokens of a part": {"pp": 2, "part": 2, "precision": "float64", "fault": "mean of tokens"},
+}
+"""Pipelines with a fault, which give another update."""
 
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-8, "float64": 1e-12}
 
@@ -136,8 +146,35 @@ def _compiled_in_parts(config: Any) -> None:
     config.compile.enable, config.parallelism.tensor_parallel_degree = True, 2
 
 
+def _piped(path: str, value: Any) -> Any:
+    def change(config: Any) -> None:
+        config.parallelism.pipeline_parallel_degree = 2
+        _set(path, value)(config)
+
+    return change
+
+
+def _other_in_stages(config: Any) -> None:
+    _other_in_parts(config)
+    config.parallelism.tensor_parallel_degree, config.parallelism.pipeline_parallel_degree = 1, 2
+
+
 REFUSED: dict[str, tuple[Any, str]] = {
-    "pipeline": (_set("parallelism.pipeline_parallel_degree", 2), "pipeline_parallel_degree"),
+    "interleaved": (_piped("parallelism.pipeline_parallel_schedule", "Interleaved1F1B"), "schedule='Interleaved1F1B'"),
+    "zero bubble": (_piped("parallelism.pipeline_parallel_schedule", "ZBVZeroBubble"), "schedule='ZBVZeroBubble'"),
+    "schedule by hand": (_piped("parallelism.pipeline_parallel_schedule_csv", "a.csv"), "pipeline_parallel_schedule_c"),
+    "two stages a rank": (
+        _piped("parallelism.module_fqns_per_model_part", [["norm"]] * 4),
+        "module_fqns_per_model_part must divide the model into 2 stages",
+    ),
+    "stages in parts": (_piped("parallelism.tensor_parallel_degree", 2), "a stage may be divided by FSDP alone"),
+    "stages in context": (_piped("parallelism.context_parallel_degree", 2), "a stage may be divided by FSDP alone"),
+    "copies of stages": (_piped("parallelism.data_parallel_replicate_degree", 2), "may be divided by FSDP alone"),
+    "tied stages": (_piped("model_spec.model.enable_weight_tying", True), "does not go with enable_weight_tying"),
+    "packed stages": (_piped("privacy.documents_per_row", 2), "does not go with documents_per_row > 1"),
+    "validated stages": (_piped("validator.enable", True), "does not go with validation"),
+    "compiled stages": (_piped("compile.enable", True), "pipeline_parallel_degree > 1 is verified for Llama 3 without"),
+    "another in stages": (_other_in_stages, "pipeline_parallel_degree > 1 is verified for Llama 3 without"),
     "context of masks": (_masked_in_context, "context_parallel_degree > 1 needs the attention"),
     "compiled context": (_compiled_in_context, "context_parallel_degree > 1 is verified for Llama 3 without"),
     "expert": (_set("parallelism.expert_parallel_degree", 2), "expert_parallel_degree"),
@@ -190,6 +227,13 @@ def test_further_updates_are_those_of_single_documents(case: str) -> None:
 
 
 @pytest.mark.exhaustive
+@pytest.mark.parametrize("case", FAULTY)
+def test_a_fault_in_a_pipeline_gives_another_update(case: str) -> None:
+    for rank in found(2, *FAULTY)[case]:
+        assert rank["error"] > 1e-3
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("case", ON_FOUR)
 def test_the_update_on_four_ranks_is_that_of_single_documents(case: str) -> None:
     # Alone, because torch keeps the ring's group of an equal mesh of an earlier trainer, which the engine refuses.
@@ -220,6 +264,18 @@ def test_a_resumed_run_repeats_its_last_step_at_no_cost_and_counts_it_if_sums_di
         assert rank["steps"] == [3, 3, 3]
         assert rank["mode"] == "0o700"
         assert rank["noted"] == 4 * 32  # the repetition is no further release; the one with other sums is
+
+
+@pytest.mark.exhaustive
+def test_a_resumed_pipeline_repeats_its_last_step_at_no_cost_and_one_process_counts_it() -> None:
+    """A release is the same on all stages, and so is the state of the engine, of which a checkpoint has one copy."""
+    for rank in found(2, "resumed pipeline")["resumed pipeline"]:
+        first, again, otherwise = rank["epsilon"]
+        assert rank["equal"]
+        assert rank["shared"]
+        assert first == again < otherwise
+        assert rank["steps"] == [3, 3, 3]
+        assert rank["noted"] == 4 * 32
 
 
 def test_a_checkpoint_in_the_folder_of_another_run_is_refused() -> None:

@@ -82,6 +82,7 @@ from torchtitan.models.deepseek_v3 import model_registry  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
 from dpshard.integrations.torchtitan import Privacy, PrivateTrainer, private  # noqa: E402
+from dpshard.integrations.torchtitan.stages import DocumentLosses as DocumentLosses  # noqa: E402
 
 DATASETS["notes"] = DatasetConfig(
     path="", loader=lambda _: Dataset.from_dict({"text": TEXTS}), sample_processor=lambda item: item["text"]

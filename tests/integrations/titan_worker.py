@@ -1,25 +1,37 @@
 """Trains torchtitan's debug model by a PrivateTrainer on each rank; reports how exact the update was.
 
-Usage, on each rank: python titan_worker.py FOLDER CASE..., of CASES, MORE and ON_FOUR of test_torchtitan.py, or
-"resumed", "elsewhere", "refused", "command line".
+Usage, on each rank: python titan_worker.py FOLDER CASE..., of CASES, MORE, ON_FOUR and FAULTY of test_torchtitan.py, or
+"resumed", "resumed pipeline", "elsewhere", "refused", "command line".
 """
 
 import copy
 import sys
 import time
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.backends.stages import Stages
 from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
 from tests.distributed.rank import main
-from tests.integrations.test_torchtitan import CASES, MORE, ON_FOUR, REFUSED
-from tests.integrations.titan_setup import CHECKPOINTING, TEXTS, Bytes, ConfigManager, causal, debug_run, mixture
+from tests.integrations.test_torchtitan import CASES, FAULTY, MORE, ON_FOUR, REFUSED
+from tests.integrations.titan_setup import (
+    CHECKPOINTING,
+    TEXTS,
+    Bytes,
+    ConfigManager,
+    DocumentLosses,
+    causal,
+    debug_run,
+    mixture,
+)
 
 
 def configured(folder: Path, **options: Any) -> Any:
@@ -30,15 +42,19 @@ def configured(folder: Path, **options: Any) -> Any:
     parallel = config.parallelism
     parallel.tensor_parallel_degree = options.get("tp", 1)
     parallel.context_parallel_degree = options.get("cp", 1)
+    parallel.pipeline_parallel_degree = options.get("pp", 1)
+    parallel.pipeline_parallel_schedule = options.get("schedule", "1F1B")
+    parallel.pipeline_parallel_microbatch_size = options.get("part", 1)
     parallel.data_parallel_replicate_degree = options.get("copies", 1)
     precision = config.training.mixed_precision_param = options.get("precision", "float32")
     if precision == "float64":
         config.training.dtype = config.training.mixed_precision_reduce = precision
+    config.privacy.verify = "fault" not in options
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
     config.privacy.max_grad_norm = options.get("bound", 3.0)
     config.privacy.clipping_style = options.get("style", "all-layer")
     config.privacy.documents_per_row = options.get("per_row", 1)
-    if config.privacy.documents_per_row == 1:
+    if config.privacy.documents_per_row == 1 and not options.get("masked"):
         causal(config.model_spec.model)
     config.model_spec.model.enable_weight_tying = options.get("tied", False)
     if options.get("compiled"):
@@ -60,10 +76,16 @@ def plain_name(name: str) -> str:
 
 def update(folder: Path, case: str) -> dict[str, Any]:
     """The error of the sum that reaches the optimizer, relative to that of single documents, in float64."""
-    trainer = configured(folder, **(CASES | MORE | ON_FOUR)[case]).build()
+    options = (CASES | MORE | ON_FOUR | FAULTY)[case]
+    trainer = configured(folder, **options).build()
     before = {plain_name(name): whole(p).detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
-    trainer.train()
+    if trainer.parallel_dims.pp_enabled:
+        before = of_all_stages(before, trainer)
+    with FAULTS.get(options.get("fault", ""), nullcontext)():
+        trainer.train()
     found = {plain_name(name): whole(p.grad) for name, p in trainer.model_parts[0].named_parameters()}
+    if trainer.parallel_dims.pp_enabled:
+        found = of_all_stages(found, trainer)
     engine, buffers = trainer.engine, trainer.model_parts[0].named_buffers()
     figures, groups = engine.metrics(), engine.mechanism.clipping_groups
     true, losses, clipped = of_single_documents(trainer, before, groups, list(engine.thresholds.values()))
@@ -80,6 +102,32 @@ def update(folder: Path, case: str) -> dict[str, Any]:
         "counted": sum(float(x.abs().sum()) for name, x in buffers if name.endswith(COUNTED)),
         "groups": len(groups),
     }
+
+
+def of_all_stages(own: dict[str, Tensor], trainer: Any) -> dict[str, Tensor]:
+    group = trainer.parallel_dims.get_mesh("pp").get_group()
+    stages: list[Any] = [None] * group.size()
+    torch.distributed.all_gather_object(stages, own, group=group)
+    return {name: tensor for stage in stages for name, tensor in stage.items()}
+
+
+def own_norms(self: Stages, x: Tensor, gather: Any = Stages.gather) -> Tensor:
+    rows = gather(self, x)
+    if x.is_floating_point():
+        rows[torch.arange(len(rows)) != self.rank] = -1.0
+    return rows
+
+
+def mean_of_tokens(_: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), None
+
+
+FAULTS: dict[str, Any] = {
+    "own norms": lambda: mock.patch.object(Stages, "gather", own_norms),
+    "mean of tokens": lambda: mock.patch.multiple(
+        DocumentLosses, __call__=mean_of_tokens, take=lambda *_: torch.zeros(4)
+    ),
+}
 
 
 def of_single_documents(trainer: Any, parameters: dict[str, Tensor], groups: Any, thresholds: list[float]) -> Any:
@@ -113,11 +161,22 @@ def resumed(folder: Path) -> dict[str, Any]:
 
     First as it was, then in smaller micro-batches, in which sums round otherwise.
     """
-    first, again, otherwise = (noisy_run(folder, rows) for rows in (4, 4, 2))
+    return compared(folder, *(noisy_run(folder, rows) for rows in (4, 4, 2)))
+
+
+def resumed_pipeline(folder: Path) -> dict[str, Any]:
+    """The same on two stages; the second repetition runs without stages."""
+    return compared(folder, *(noisy_run(folder, 4, pp=stages) for stages in (2, 2, 1)))
+
+
+def compared(folder: Path, first: Any, again: Any, otherwise: Any) -> dict[str, Any]:
+    states: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(states, first.engine.state_dict())
     pairs = zip(first.model_parts[0].parameters(), again.model_parts[0].parameters(), strict=True)
     return {
         "equal": all(torch.equal(whole(a), whole(b)) for a, b in pairs),
         "epsilon": [trainer.engine.epsilon() for trainer in (first, again, otherwise)],
+        "shared": all(state == states[0] for state in states),
         "statement": again.engine.statement(),
         "steps": [first.engine.step, again.engine.step, again.step],
         "mode": oct((folder / "checkpoint").stat().st_mode & 0o777),
@@ -125,14 +184,15 @@ def resumed(folder: Path) -> dict[str, Any]:
     }
 
 
-def noisy_run(folder: Path, rows: int) -> Any:
-    """A trainer after three steps, from the checkpoint of the second if there is one, with validation at the end."""
-    config = configured(folder)
+def noisy_run(folder: Path, rows: int, **options: Any) -> Any:
+    """A trainer after three steps, from the checkpoint of the second if there is one; validates at the end, if it has
+    no stages."""
+    config = configured(folder, **options)
     config.privacy.noise_multiplier, config.training.local_batch_size, config.training.global_batch_size = 1.0, rows, 8
     config.privacy.verify = False  # the other cases are verified
     config.training.steps, config.checkpoint.interval = 3, 2
     config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
-    config.validator.enable, config.validator.freq, config.validator.steps = True, 3, 1
+    config.validator.enable, config.validator.freq, config.validator.steps = not options, 3, 1
     config.validator.dataloader.dataset = "notes"
     trainer = config.build()
     trainer.train()
@@ -190,7 +250,13 @@ def command_line(_: Path) -> dict[str, Any]:
 
 def work() -> list[Any]:
     folder, *cases = sys.argv[1:]
-    actions = {"resumed": resumed, "elsewhere": elsewhere, "refused": refused, "command line": command_line}
+    actions = {
+        "resumed": resumed,
+        "resumed pipeline": resumed_pipeline,
+        "elsewhere": elsewhere,
+        "refused": refused,
+        "command line": command_line,
+    }
     return [actions.get(case, lambda path, case=case: update(path, case))(Path(folder) / case) for case in cases]
 
 

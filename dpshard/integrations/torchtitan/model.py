@@ -43,8 +43,8 @@ class _Table(Embedding):
         return nn.Embedding.forward(self, input)
 
 
-def prepared(spec: Any) -> Any:
-    """Return a ModelSpec whose model the engine can see through."""
+def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
+    """Return a ModelSpec whose model the engine can see through, and whose schedules train with these `losses`."""
     table = spec.model.tok_embeddings
     spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
     after_optimizer = spec.post_optimizer_build_fn
@@ -66,7 +66,12 @@ def prepared(spec: Any) -> Any:
                 _leave_uncounted(module)
         return spec.parallelize_fn(model, **options)
 
-    return dataclasses.replace(spec, parallelize_fn=parallelize, post_optimizer_build_fn=after_optimizer)
+    def pipelining(model: Any, **options: Any) -> Any:
+        return spec.pipelining_fn(model, **options | {"loss_fn": losses})
+
+    return dataclasses.replace(
+        spec, parallelize_fn=parallelize, pipelining_fn=pipelining, post_optimizer_build_fn=after_optimizer
+    )
 
 
 def _leave_uncounted(mixture: Any) -> None:

@@ -33,6 +33,8 @@ def refuse_unsupported(config: Any) -> None:
         refused |= _of_experts(model, config)
         if config.parallelism.context_parallel_degree > 1:
             refused |= _of_parts_of_documents(model, config)
+        if config.parallelism.pipeline_parallel_degree > 1:
+            refused |= _of_stages(model, config)
         refused |= _of_model(model, config.privacy.documents_per_row, config.parallelism.tensor_parallel_degree)
     else:
         refused["the model is not a decoder of text. Choose one of torchtitan's language models."] = True
@@ -44,9 +46,6 @@ def refuse_unsupported(config: Any) -> None:
 
 def _of_ranks(parallelism: Any) -> dict[str, bool]:
     return {
-        "pipeline_parallel_degree: each stage of a pipeline would know a part of a document's norm. Leave it at 1.": (
-            parallelism.pipeline_parallel_degree > 1
-        ),
         "expert_parallel_degree: experts on several ranks are not supported under FSDP2. Leave it at 1.": (
             parallelism.expert_parallel_degree > 1
         ),
@@ -112,6 +111,37 @@ def _of_parts_of_documents(model: Any, config: Any) -> dict[str, bool]:
             not isinstance(attention, ScaledDotProductAttention.Config)
         ),
         "context_parallel_degree > 1 is verified for Llama 3 without compile of the model, and for nothing else yet. "
+        "Leave it at 1.": not isinstance(model, Llama3Model.Config) or _compiles(config),
+    }
+
+
+def _of_stages(model: Any, config: Any) -> dict[str, bool]:
+    parallelism, divided = config.parallelism, config.parallelism.module_fqns_per_model_part
+    stages = parallelism.pipeline_parallel_degree
+    return {
+        f"pipeline_parallel_schedule={parallelism.pipeline_parallel_schedule!r} has several stages on a rank, or a "
+        f"backward in two halves. Choose '1F1B' or 'GPipe'.": (
+            parallelism.pipeline_parallel_schedule.lower() not in ("1f1b", "gpipe")
+        ),
+        "pipeline_parallel_schedule_csv may call stages in an order that the engine does not know. Leave it out.": bool(
+            parallelism.pipeline_parallel_schedule_csv
+        ),
+        f"module_fqns_per_model_part must divide the model into {stages} stages, one for each rank of a pipeline.": (
+            divided is not None and len(divided) != stages
+        ),
+        "pipeline_parallel_degree > 1 does not go with data_parallel_replicate_degree, tensor_parallel_degree or "
+        "context_parallel_degree > 1, because a stage may be divided by FSDP alone. Leave these at 1.": (
+            parallelism.data_parallel_replicate_degree > 1
+            or parallelism.tensor_parallel_degree > 1
+            or parallelism.context_parallel_degree > 1
+        ),
+        "pipeline_parallel_degree > 1 does not go with enable_weight_tying: the gradient of a tied head is a sum over "
+        "two stages. Leave one of the two out.": getattr(model, "enable_weight_tying", False),
+        "pipeline_parallel_degree > 1 does not go with documents_per_row > 1: a schedule does not divide packed rows "
+        "by document. Set documents_per_row to 1.": config.privacy.documents_per_row > 1,
+        "pipeline_parallel_degree > 1 does not go with validation, which takes another loss than the schedule. Leave "
+        "validator.enable off, and validate a checkpoint.": config.validator.enable,
+        "pipeline_parallel_degree > 1 is verified for Llama 3 without compile of the model, and for nothing else yet. "
         "Leave it at 1.": not isinstance(model, Llama3Model.Config) or _compiles(config),
     }
 

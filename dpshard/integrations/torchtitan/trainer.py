@@ -32,6 +32,7 @@ from dpshard.integrations.torchtitan.documents import Documents, Rows
 from dpshard.integrations.torchtitan.model import prepared
 from dpshard.integrations.torchtitan.privacy import Privacy
 from dpshard.integrations.torchtitan.refusals import refuse_unsupported
+from dpshard.integrations.torchtitan.stages import DocumentLosses, PipelinedDocuments
 from dpshard.losses import packed_cross_entropy, sample_losses
 from dpshard.sampling import Packing
 
@@ -52,20 +53,23 @@ class PrivateTrainer(Trainer):
 
     def __init__(self, config: Config) -> None:
         refuse_unsupported(config)
-        config.model_spec = prepared(config.model_spec)
+        losses = DocumentLosses()
+        config.model_spec = prepared(config.model_spec, losses)
         super().__init__(config)
         model, training = self.model_parts[0], config.training
         dims = self.parallel_dims
         documents: Any = self.dataloader
         balancer = config.parallelism.context_parallel_load_balancer
         self._parts = DocumentParts(dims.get_mesh("cp"), balancer) if dims.cp_enabled else None
+        self._stages = PipelinedDocuments(dims.get_mesh("pp"), self.pp_schedule, losses) if dims.pp_enabled else None
+        divided = self._parts or self._stages
         self.engine = PrivacyEngine(
             model,
             batch_size=max(training.global_batch_size, training.local_batch_size * dims.dp_replicate * dims.dp_shard),
             sample_size=len(documents),
             steps=training.steps,
             **config.privacy.settings(),
-            **({} if self._parts is None else self._parts.settings),
+            **({} if divided is None else divided.settings),
         )
         self._state: EngineState | None = None
         if config.checkpoint.enable:
@@ -95,19 +99,32 @@ class PrivateTrainer(Trainer):
         start = time.perf_counter()
         for batch in next(data_iterator):
             metrics.data_loading_times.append(time.perf_counter() - start)
-            losses_B = self._losses({name: x.to(self.device) for name, x in batch.items()})
-            losses_B.mean().backward()
-            engine.record_loss(losses_B if self._parts is None else self._parts.whole(losses_B))
+            losses_B = self._train_on({name: x.to(self.device) for name, x in batch.items()})
+            if losses_B is not None:
+                engine.record_loss(losses_B)
             self.ntokens_seen += batch["input_ids"].numel()
             metrics.ntokens_since_last_log += batch["input_ids"].numel()
             start = time.perf_counter()
         engine.privatize()  # what follows reads private gradients
-        norm = dist_utils.clip_grad_norm_(self.model_parts[0].parameters(), self.config.training.max_norm, foreach=True)
+        norm = dist_utils.clip_grad_norm_(
+            self.model_parts[0].parameters(),
+            self.config.training.max_norm,
+            foreach=True,
+            pp_mesh=None if self._stages is None else self._stages.mesh,
+        )
         self.checkpointer.maybe_wait_for_staging()
         self.optimizers.step()
         self.lr_schedulers.step()
         if metrics.should_log(self.step):
             self._log(float(norm), rates)
+
+    def _train_on(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Run forward and backward; return the losses for the log. Only the last stage of a pipeline knows them."""
+        if self._stages is not None:
+            return self._stages.train(batch)
+        losses_B = self._losses(batch)
+        losses_B.mean().backward()
+        return losses_B if self._parts is None else self._parts.whole(losses_B)
 
     def _losses(self, batch: dict[str, Tensor]) -> Tensor:
         """Return the mean loss over its tokens of every document, [B], or this rank's terms; [units] of packed rows."""

@@ -1,0 +1,59 @@
+"""torchtitan's pipelines: each rank has a stage of the model, and a schedule runs parts of micro-batches through it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dpshard.losses import sample_losses
+
+
+class DocumentLosses:
+    """The loss of a part of a micro-batch, as torchtitan's schedules call it: the mean over its documents.
+
+    It keeps the losses of the documents for the log, since a schedule returns only the means.
+    """
+
+    def __init__(self) -> None:
+        self._parts: list[Tensor] = []
+
+    def __call__(self, logits: Tensor, targets: Tensor) -> tuple[Tensor, None]:
+        """Return the loss, and no metrics."""
+        losses_B = sample_losses(logits, targets)
+        self._parts.append(losses_B.detach())
+        return losses_B.mean(), None
+
+    def take(self, rows: int) -> Tensor:
+        """Return the losses of the last `rows` documents, in their order, and forget all.
+
+        Before its first step a schedule also calls the loss to learn what stages send each other.
+        """
+        parts, self._parts = self._parts, []
+        return torch.cat(parts)[-rows:]
+
+
+class PipelinedDocuments:
+    """The stages on the ranks of `mesh`, which the `schedule` of torchtitan runs on whole documents."""
+
+    def __init__(self, mesh: Any, schedule: Any, losses: DocumentLosses) -> None:
+        self.mesh, self._schedule, self._losses = mesh, schedule, losses
+        rank = mesh.get_local_rank()
+        self._first, self._last = rank == 0, rank == mesh.size() - 1
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Return settings of the engine: no other rank of the pipeline holds the parameters of a stage."""
+        return {"model_parallel_group": self.mesh.get_group(), "model_parallel_parts": {"*": "stage"}}
+
+    def train(self, batch: dict[str, Tensor]) -> Tensor | None:
+        """Run forward and backward of a micro-batch; return its losses [B] on the last stage."""
+        inputs = (batch["input_ids"],) if self._first else ()
+        self._schedule.step(
+            *inputs,
+            positions=batch["position_ids"],
+            target=batch["targets"] if self._last else None,
+            return_outputs=False,
+        )
+        return self._losses.take(len(batch["targets"])) if self._last else None
