@@ -223,7 +223,7 @@ def test_the_update_is_that_of_single_documents(case: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", MORE)
 def test_further_updates_are_those_of_single_documents(case: str) -> None:
-    check(found(2, *MORE)[case])
+    check(found(2, *MORE)[case], MORE[case].get("precision", "float32"))
 
 
 @pytest.mark.exhaustive
