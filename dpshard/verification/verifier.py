@@ -77,7 +77,8 @@ class Verifier:
         """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         meets, news = self._meets(replay, run), False
         several = not meets and not isinstance(run, PackedRun)  # ranks that meet may have other numbers of samples
-        new = self._kinds.get(kind, 0) < (min(run.rows, ENOUGH) if several else 1)
+        sized = (kind, _dimensions_of_one(run)) if several else kind
+        new = self._kinds.get(sized, 0) < (min(run.rows, ENOUGH) if several else 1)
         if isinstance(run, PackedRun) and run.packed.everywhere is None:
             if not (run.packed.places or meets):
                 return  # no token has a unit, so nothing is recorded
@@ -89,7 +90,7 @@ class Verifier:
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             self.verify(replay, run, None, thorough=thorough)
-            self._kinds[kind] = max(self._kinds.get(kind, 0), run.rows)
+            self._kinds[sized] = max(self._kinds.get(sized, 0), run.rows)
             self._owed = False
         self._last = (replay, run)
 
@@ -246,3 +247,12 @@ class Verifier:
             except (RuntimeError, TypeError):  # also if the model cannot compute in float64
                 return False
             return True
+
+
+def _dimensions_of_one(run: Run) -> tuple[tuple[int, ...], ...]:
+    """Return the dimensions of size 1 of each input: a sample of one row does not show the order of several."""
+    return tuple(
+        tuple(place for place, size in enumerate(x.shape) if size == 1 and place != dim)
+        for x, dim in zip(run.leaves, run.dims, strict=True)
+        if isinstance(x, Tensor)
+    )
