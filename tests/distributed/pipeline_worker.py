@@ -8,8 +8,8 @@ Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training:
 so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
 pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), hybrid (over nodes,
 too), half-ddp (the last stage in DDP), bfloat16 (parameters in forward); digested (sums are not taken for equal); thin
-(parts of one row, so more micro-batches). Options that are faults: see `told_wrongly`, `faulty`, `changed` and PLANTED;
-another-evaluates (a schedule on the same stages).
+(parts of one row, so more micro-batches); abandoned (after a batch that is left). Options that are faults: see
+`told_wrongly`, `faulty`, `changed` and PLANTED; another-evaluates (a schedule on the same stages).
 """
 
 import math
@@ -193,6 +193,8 @@ def train(
     model: nn.Module, engine: PrivacyEngine, options: set[str], schedule: Any = None, steps: int | None = None
 ) -> dict[str, Any]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    if "abandoned" in options and schedule is not None:
+        abandon(model, engine, options, schedule)
     for logical_batch in engine.batches(data(options), PARTS * (1 if "thin" in options else ROWS), steps=steps):
         for x, y in logical_batch:
             if "flipped" in options:  # copies of the last sample come where samples were
@@ -224,6 +226,15 @@ def train(
         if schedule is not None:
             evaluate(schedule, options)
     return {"epsilon": engine.epsilon(), "metrics": engine.metrics(), "thresholds": engine.thresholds}
+
+
+def abandon(model: nn.Module, engine: PrivacyEngine, options: set[str], schedule: Any) -> None:
+    """Change gradients of a logical batch, and leave it."""
+    for logical_batch in engine.batches(data(options), PARTS):
+        for x, y in logical_batch:
+            schedule.step(*((x,) if schedule._stage.is_first else ()), target=y if schedule._stage.is_last else None)
+            changed(model, logical_batch.position, {"amplified"})
+        break
 
 
 def changed(model: nn.Module, position: int, options: set[str]) -> None:

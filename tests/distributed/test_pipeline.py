@@ -38,7 +38,7 @@ SHARDED = (
 )
 """Two pipelines of two stages, each in FSDP2 over two ranks."""
 MORE_SHARDED = (
-    "1f1b:all-layer:auto+fsdp+resumed",
+    *("1f1b:all-layer:auto+fsdp+resumed", "1f1b:all-layer:auto+fsdp+thin+abandoned"),
     *("1f1b:all-layer:auto+fsdp+verified+unsharded+adaptive", "gpipe:block-wise:auto+fsdp+by-hand+unsharded"),
     *("gpipe:layer-wise:ghost+fsdp", "1f1b:block-wise:auto+fsdp+float32+bfloat16"),
     *("1f1b:all-layer:auto+fsdp+checkpointed+offload+secure+overwritten", "gpipe:param-wise:auto+fsdp+evaluated"),
