@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -82,6 +82,8 @@ class GroupTape:
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
+        self.missing = 0
+        """Uses without a gradient yet."""
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
         self._whole_sq: list[Tensor] = []  # of those with parts on no other rank, if others have parts
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
@@ -95,6 +97,7 @@ class GroupTape:
         """Count a use of each parameter in forward."""
         for name in names:
             self._expected[name] = self._expected.get(name, 0) + 1
+            self.missing += 1
 
     def is_only_use(self, name: str) -> bool:
         """Return True if forward used a parameter once, and no gradient has arrived."""
@@ -103,6 +106,12 @@ class GroupTape:
     def arrive_first(self, name: str) -> None:
         """Count the gradient of a parameter that had none."""
         self._arrived[name] = 1
+        self.missing -= 1
+
+    @property
+    def has_arrived(self) -> bool:
+        """True if any use had a gradient."""
+        return bool(self._arrived)
 
     def add(self, name: str, source: Source, record: Record) -> None:
         """Take a record of a parameter."""
@@ -116,11 +125,8 @@ class GroupTape:
                 f"Backward reached {source.label} twice before the samples of this micro-batch were clipped: a "
                 f"sample would count twice. Call backward once per micro-batch, on the sum of all its losses."
             )
+        self.missing -= 1
         return arrived == self._expected[name]
-
-    def awaits_only(self, names: Collection[str]) -> bool:
-        """Return True if every use of the other parameters has arrived."""
-        return all(name in names or self._arrived.get(name, 0) == n for name, n in self._expected.items())
 
     # --- norms -------------------------------------------------------------------------------------------------------
 
@@ -233,6 +239,7 @@ class GroupTape:
         """Begin the second pass, in which all records arrive again."""
         self._bundles.clear()
         self._arrived.clear()
+        self.missing = sum(self._expected.values())
         self._sums_are_slices = False
 
     def _at_root(self, name: str, entries: list[tuple[Source, Record]]) -> list[tuple[Source, Record]]:
@@ -272,6 +279,12 @@ class GroupTape:
                 dead_B = differs.expand_as(weight_B) if dead_B is None else dead_B | differs
             self._add_sum(name, source, record, weight_B, dead_B)
 
+    def sum_all(self) -> None:
+        """Add the clipped sums of all records, and drop them."""
+        for name in [*self.entries]:
+            self.sum(name)
+        self._sum_bundles()
+
     def _add_sum(self, name: str, source: Source, record: Record, weight_B: Tensor, dead_B: Tensor | None) -> None:
         """Add the clipped sum of a record without the samples of the mask [B]."""
         part = (record if dead_B is None else record.without(dead_B)).clipped_sum(weight_B)
@@ -286,8 +299,7 @@ class GroupTape:
         """
         if name in self.entries or name in self._waiting:
             self.sum(name)
-        if self._bundles:
-            self._sum_bundles()
+        self._sum_bundles()
         clipped = self._sums.pop(name, None)
         if clipped is not None and self._has_terms(name):
             assert self.roots.parts is not None

@@ -1,16 +1,18 @@
 """Small uses of parameters that are recorded together when their anchor closes.
 
 [Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. But a model
-is made of equal blocks. So the tensors of a small use wait until its anchor closes. All uses with equal recipes and
-sizes become one use of the samples of all: one record to make, to measure and to sum. Other uses are recorded as they
-arrive.
+is made of equal blocks. So the tensors of a small use wait until its group closes. All uses with equal recipes and
+sizes, of all groups that close, become one use of the samples of all: one record to make, to measure and to sum. Other
+uses are recorded as they arrive. Norm and sum both see what waits as it is then, so a write in the meantime breaks no
+bound. It is refused, because it changes the gradient.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -20,39 +22,42 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.uses import Use
 from dpshard.config import Execution
 from dpshard.records import OuterProduct, OwnMemory, PerSampleGrad, Stacked, small_bytes
+from dpshard.records.written import changed
 from dpshard.rules.call import Recipe, Source
 
 FEWEST = 4
 """Uses that are worth a stack; the records of fewer join others in a Bundle."""
 
+_NBYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")  # a comprehension would be a call for each use
+
 _TOGETHER = 2**5
-"""Bytes that wait for uses with one recipe, over those of the largest small use; bounds the memory of their copies."""
+"""Bytes of uses that become one, over those of the largest small use; bounds the memory of their copies."""
 
 
 @dataclass(slots=True)
-class Alike:
-    """Uses with equal recipes, and their tensors."""
+class _Row:
+    """Uses with equal recipes, and their tensors, joined along the samples if they are several."""
 
-    recipe: Recipe
-    uses: list[Use]
-    tensors: list[Sequence[Tensor]]
-    """Of one use each, or joined along the samples."""
-    nbytes: int = 0
+    uses: Sequence[Use]
+    tensors: Sequence[Tensor]
+    nbytes: int
+    version: int
+    """Sum of the versions of the tensors when they arrived; every write that torch counts raises it."""
 
-    def stacks(self, group_of: Mapping[str, ClippingGroup]) -> list[Stack]:
-        """Make their records, those of the first source first."""
-        recipe, n = self.recipe, len(self.uses)
-        joined = replace(recipe, batch_size=n * recipe.batch_size)
-        if len(self.tensors) == 1:
-            tensors = self.tensors[0]
-        else:
-            tensors = [torch.cat(parts, recipe.axis.dim) for parts in zip(*self.tensors, strict=True)]
-        found = []
-        for i, record in enumerate(joined(*tensors)):
-            assert isinstance(record, PerSampleGrad | OuterProduct)
-            names = [use.sources[i].label for use in self.uses]
-            found.append(Stack(names, Stacked(record, n), [group_of[name].index for name in names]))
-        return found
+    def cut(self, dim: int) -> Sequence[_Row]:
+        """Return a row for each use, whose samples are in `dim`."""
+        self.require_unwritten()
+        parts = zip(*[x.chunk(len(self.uses), dim) for x in self.tensors], strict=True)
+        return [_row([use], part) for use, part in zip(self.uses, parts, strict=True)]
+
+    def require_unwritten(self) -> None:
+        """Raise LogicalBatchError if a tensor was written since it arrived."""
+        if sum(map(_VERSION, self.tensors)) != self.version:
+            raise changed(self.uses[0].sources[0].label, measured=False)
+
+
+def _row(uses: Sequence[Use], tensors: Sequence[Tensor]) -> _Row:
+    return _Row(uses, tensors, sum(map(_NBYTES, tensors)), sum(map(_VERSION, tensors)))
 
 
 @dataclass(slots=True)
@@ -84,30 +89,83 @@ class Stacks:
 
     def __init__(self, group_of: Mapping[str, ClippingGroup]) -> None:
         self._group_of = group_of
-        self._waiting: dict[Any, Alike] = {}
-        self.made: list[Stack] = []
-        """Records of uses that could not wait, to bound the memory of their tensors."""
+        self._waiting: dict[Any, tuple[Recipe, list[_Row]]] = {}
+        self._groups: set[int] = set()  # at least those with parameters of what waits
+        self.nbytes = 0
+        """Of all that waits."""
 
-    def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor]) -> None:
-        """Take uses with their recipe, and their tensors, joined along the samples."""
+    def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
+        """Take uses with their recipe, and their tensors, joined along the samples; `groups`: of their parameters."""
         n = len(uses)
         key = (recipe, *[(x.shape if n == 1 else _of_one(x, recipe.axis.dim, n), x.dtype, x.device) for x in tensors])
-        waiting = self._waiting.get(key)
-        if waiting is None:
-            waiting = self._waiting[key] = Alike(recipe, [], [])
-        waiting.uses += uses
-        waiting.tensors.append(tensors)
-        waiting.nbytes += sum(x.nbytes for x in tensors)
-        if waiting.nbytes >= _TOGETHER * small_bytes(tensors[0].device):
-            self.made += self._waiting.pop(key).stacks(self._group_of)
+        row = _row(uses, tensors)
+        self._waiting.setdefault(key, (recipe, []))[1].append(row)
+        self._groups.update(groups)
+        self.nbytes += row.nbytes
 
-    def alone(self) -> Iterator[tuple[Use, Sequence[Tensor]]]:
-        """Make the records of all uses but of few with one recipe; yield these with their tensors."""
-        for waiting in self._waiting.values():
-            if len(waiting.uses) >= FEWEST or len(waiting.tensors) < len(waiting.uses):
-                self.made += waiting.stacks(self._group_of)
-            else:
-                yield from zip(waiting.uses, waiting.tensors, strict=True)
+    def take(self, groups: Collection[int] | None = None) -> tuple[list[Stack], list[tuple[Use, Sequence[Tensor]]]]:
+        """Return the records of all that waits with parameters in `groups`, and the uses that were no stack.
+
+        These met few others with their recipe, or have parameters in other groups, too. None: of every group.
+        """
+        stacks: list[Stack] = []
+        alone: list[_Row] = []
+        if groups is not None and self._groups.isdisjoint(groups):
+            return [], []
+        waiting, self._waiting, self.nbytes = self._waiting, {}, 0
+        for key, (recipe, rows) in waiting.items():
+            ready, apart = (rows, []) if groups is None else self._divide(rows, groups, recipe.axis.dim)
+            if ready is not rows and rows:
+                self._waiting[key] = recipe, rows
+                self.nbytes += sum([row.nbytes for row in rows])
+            if len(ready) >= FEWEST or any(len(row.uses) > 1 for row in ready):
+                stacks += self._stacked(recipe, ready)
+            alone += apart + ready  # stacks leave none
+        for row in alone:
+            row.require_unwritten()
+        self._groups = self._groups.difference(groups) if groups is not None else set()
+        return stacks, [(row.uses[0], row.tensors) for row in alone]
+
+    def _divide(self, rows: list[_Row], groups: Collection[int], dim: int) -> tuple[list[_Row], list[_Row]]:
+        """Take from `rows` those with parameters only in `groups`, and those with parameters there and elsewhere."""
+        inside: list[_Row] = []
+        across: list[_Row] = []
+        outside: list[_Row] = []
+        lists = {frozenset({True}): inside, frozenset({True, False}): across, frozenset({False}): outside}
+        for row in rows:
+            found = self._inside(row, groups)
+            several = len(found) > 1 and len(row.uses) > 1
+            for part in row.cut(dim) if several else [row]:
+                lists[self._inside(part, groups) if several else found].append(part)
+        rows[:] = outside
+        return inside, across
+
+    def _inside(self, row: _Row, groups: Collection[int]) -> frozenset[bool]:
+        """Return whether each parameter of a row is in `groups`."""
+        return frozenset(self._group_of[source.label].index in groups for use in row.uses for source in use.sources)
+
+    def _stacked(self, recipe: Recipe, rows: list[_Row]) -> Iterator[Stack]:
+        """Make the records of uses with one recipe, in batches of so few bytes that their copies take little memory."""
+        most = _TOGETHER * small_bytes(rows[0].tensors[0].device)
+        while rows:
+            batch, nbytes = [rows.pop()], 0
+            while rows and (nbytes := nbytes + batch[-1].nbytes) + rows[-1].nbytes <= most:
+                batch.append(rows.pop())
+            yield from self._made(recipe, batch)
+
+    def _made(self, recipe: Recipe, rows: Sequence[_Row]) -> Iterator[Stack]:
+        """Make the records of uses together, those of the first source first."""
+        for row in rows:
+            row.require_unwritten()
+        uses = [use for row in rows for use in row.uses]
+        joined = replace(recipe, batch_size=len(uses) * recipe.batch_size)
+        tensors = rows[0].tensors
+        if len(rows) > 1:
+            tensors = [torch.cat(parts, recipe.axis.dim) for parts in zip(*[row.tensors for row in rows], strict=True)]
+        for i, record in enumerate(joined(*tensors)):
+            assert isinstance(record, PerSampleGrad | OuterProduct)
+            names = [use.sources[i].label for use in uses]
+            yield Stack(names, Stacked(record, len(uses)), [self._group_of[name].index for name in names])
 
 
 def _of_one(x: Tensor, dim: int, uses: int) -> torch.Size:

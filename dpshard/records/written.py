@@ -1,4 +1,4 @@
-"""Detect writes to a record's tensors after its norm was measured."""
+"""Detect writes to a record's tensors before its group was clipped."""
 
 from __future__ import annotations
 
@@ -25,10 +25,14 @@ def versions(record: Record) -> int:
     return total
 
 
-def changed(name: str) -> LogicalBatchError:
-    """Return the error to raise if a record of a parameter was written between its norm and its sum."""
+def changed(name: str, *, measured: bool = True) -> LogicalBatchError:
+    """Return the error to raise if a record of a parameter was written during backward, after its norm or before."""
+    when = (
+        "after its norm was measured: the sample would count more than its clipped gradient"
+        if measured
+        else "while it waited for its norm: the sample would count with another gradient"
+    )
     return LogicalBatchError(
-        f"A gradient or an input that {name} was used with was changed in place during backward, after its norm was "
-        f"measured: the sample would count more than its clipped gradient. Let the autograd.Function or the hook that "
-        f"writes it return a new tensor, or choose a clipping_mode of two passes."
+        f"A gradient or an input that {name} was used with was changed in place during backward, {when}. Let the "
+        f"autograd.Function or the hook that writes it return a new tensor, or choose a clipping_mode of two passes."
     )

@@ -100,7 +100,7 @@ class InStages:
         own = torch.full((len(spanning), len(micro.plan.indices)), _UNUSED, dtype=torch.float64, device="cpu")
         held: dict[int, list[Tape]] = {index: [] for index in spanning}
         with torch.no_grad(), in_full_precision(self._device):
-            found = {(k, index): tape.own_norm_sq_B(index) for k, tape in tapes.items() for index in spanning}
+            found = {(k, index): tape.closer.own_norm_sq_B(index) for k, tape in tapes.items() for index in spanning}
             for (k, index), norm_sq_B in found.items():
                 if norm_sq_B is not None:
                     own[spanning.index(index), k * size : (k + 1) * size] = norm_sq_B.to(own)
@@ -114,7 +114,7 @@ class InStages:
                 for g, index in enumerate(spanning):
                     own_B, norm_sq_B = found[k, index], total_GB[g, k * size : (k + 1) * size].to(self._device)
                     if own_B is not None:
-                        tape.clip_spanning(index, norm_sq_B.to(own_B.dtype))
+                        tape.closer.clip_spanning(index, norm_sq_B.to(own_B.dtype))
                         held[index].append(tape)
                     if self._stages.rank == 0 and bool(used_GB[g, k * size]):
                         observe(self._clipper.groups[index], norm_sq_B.sqrt() * tape.loss_scale, tape.is_padding_B)

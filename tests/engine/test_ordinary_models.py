@@ -98,7 +98,7 @@ def test_evaluation_is_ordinary(how):
         with getattr(torch, how)():
             output = model(x)
     assert torch.equal(output, twin(x))
-    assert not engine._clipper._tokens
+    assert not engine._clipper.tokens
     assert not engine._interception.layouts.found
     model.train()
     model.zero_grad()

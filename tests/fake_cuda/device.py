@@ -38,6 +38,7 @@ def load(library):
     torch.cuda.get_device_name = lambda *_: "fake"
     torch.cuda.is_bf16_supported = lambda *_, **__: True
     torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.current_stream = lambda *_: None
     state = torch.zeros(16, dtype=torch.uint8)
     torch.cuda.get_rng_state = lambda *_: state
     torch.cuda.set_rng_state = lambda *_: None

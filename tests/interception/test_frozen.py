@@ -178,7 +178,7 @@ def test_nothing_outlives_the_backward_pass(trained, mode, style):
         gc.collect()
         assert all(ref() is None for ref in alive)
         assert not engine._clipper.pending
-        assert not engine._clipper._tokens
+        assert not engine._clipper.tokens
         engine.privatize()
         model.zero_grad()
         assert engine.step == step + 1

@@ -117,7 +117,7 @@ def a_block(count):
 
 
 @pytest.mark.skipif(not native.is_built(), reason="torch takes more operators for what compiled code does")
-@pytest.mark.parametrize(("style", "most"), [("all-layer", 68 / 84), ("layer-wise", 126 / 84)])
+@pytest.mark.parametrize(("style", "most"), [("all-layer", 68 / 84), ("layer-wise", 74 / 84)])
 def test_a_block_takes_few_more_operators_than_without_privacy(style, most):
     plain, clipped = a_block(ordinary), a_block(lambda depth: private(gpt(depth), style)[0])
     assert plain.total() > 60  # the counter sees backward, too

@@ -75,6 +75,11 @@ class UnitReduction:
             self._pass = None  # left by a failed backward pass
         self._store.require_untouched(names)
         reduction, asked = self._pass or self._begin_pass(), set(names)
+        if again := [name for name in names if name in reduction.arrived and take(name) is not None]:
+            raise LogicalBatchError(
+                f"{again[0]} was summed twice in one backward pass, which reduces it once: a sample would be missing. "
+                f"Call backward on the sum of all losses of a forward, before the next forward."
+            )
         for unit in list(reduction.waiting):
             for name in unit.names:
                 if name in asked:

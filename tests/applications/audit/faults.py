@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+import dpshard.clipping.closer
 import dpshard.clipping.group_tape
 import dpshard.sampling.plans
 from dpshard.clipping.group_tape import GroupTape
@@ -45,7 +46,7 @@ def reuse_noise(monkeypatch, steps=10**9):
 def drop_clipping(monkeypatch, of):
     """The gradients of one parameter are summed without clipping."""
 
-    clip, scales = dpshard.clipping.tape.clip, []
+    clip, scales = dpshard.clipping.closer.clip, []
 
     def clipped(*arguments, loss_scale, **rest):
         scales.append(loss_scale)
@@ -58,7 +59,7 @@ def drop_clipping(monkeypatch, of):
         SUM(self, name)
         self.sum_weight_B = clipped
 
-    monkeypatch.setattr(dpshard.clipping.tape, "clip", clipped)
+    monkeypatch.setattr(dpshard.clipping.closer, "clip", clipped)
     monkeypatch.setattr(GroupTape, "sum", summed)
     monkeypatch.setattr(dpshard.clipping.group_tape, "is_small", lambda record: False)  # joined records skip it
 

@@ -1,0 +1,195 @@
+"""Closes the clipping groups of one tape: from their records to norms, clip coefficients and clipped sums."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from dpshard.clipping.closing import Measured, clip, squared_norms
+from dpshard.clipping.group_tape import GroupTape
+from dpshard.clipping.scheme import Scheme
+from dpshard.clipping.stacks import Stack, Stacks, recipe_to_join
+from dpshard.clipping.uses import Use
+
+
+class Closer:
+    """The groups of one tape, and the uses that wait for them."""
+
+    def __init__(self, scheme: Scheme, is_padding_B: Tensor | None, loss_scale: float) -> None:
+        self._scheme, self._is_padding_B, self._loss_scale = scheme, is_padding_B, loss_scale
+        self._scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
+        # Multiplying by 0 for padding is safe because clip coefficients are finite.
+        self.groups: dict[int, GroupTape] = {}
+        """Those that forward used, by number."""
+        self.closed: set[int] = set()
+        """Groups with coefficients, in one pass: they take no more records."""
+        self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
+        self._streams: dict[int, set[object]] = {}  # of the arrivals at shared anchors, on an accelerator
+        self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
+        self._spanning: dict[int, Measured] = {}  # groups that wait for norms of other ranks
+
+    # --- records arrive ---------------------------------------------------------------------------------------------
+
+    def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
+        """Return True if uses wait for ones with equal recipes; see [Note: Uses with equal recipes].
+
+        `tensors`: of one use, or of a row of uses.
+        """
+        scheme = self._scheme
+        if not scheme.joining:
+            return False
+        anchors = scheme.anchors_of([source for use in uses for source in use.sources])
+        if len(anchors) > 1 or anchors[0] not in scheme.joining:
+            return False
+        recipe = recipe_to_join(uses[0], tensors, scheme.sources, len(uses))
+        if recipe is None:
+            return False
+        reached: dict[str, GroupTape] = {}
+        indices: set[int] = set()
+        for use in uses:
+            for source in use.sources:
+                index = scheme.group_of[source.label].index
+                group = self.groups[index]
+                if not group.is_only_use(source.label):
+                    return False
+                reached[source.label] = group
+                indices.add(index)
+        anchor = anchors[0]
+        if anchor not in self._stacks:
+            self._stacks[anchor] = Stacks(scheme.group_of)
+        stacks = self._stacks[anchor]
+        stacks.add(uses, recipe, tensors, indices)
+        for name, group in reached.items():
+            group.arrive_first(name)
+        if scheme.shared:
+            holding = [index for index in indices if self.groups[index].entries or self.groups[index].small]
+            if stacks.nbytes > scheme.waiting:
+                self._close_complete(scheme.groups_at[anchor])
+            elif holding:
+                self._close_complete(holding)
+        return True
+
+    def close_complete(self, names: Sequence[str]) -> None:
+        """Close the groups of these parameters that have all their records, if they share their anchor.
+
+        They have records of their own, so they do not wait for others; see [Note: Shared anchors].
+        """
+        if self._scheme.shared:
+            self._close_complete({self._scheme.group_of[name].index for name in names})
+
+    def _close_complete(self, indices: Collection[int]) -> None:
+        """Close those of some groups that have all their records, before their anchor runs, if they share one."""
+        ready: dict[int, list[int]] = {}
+        for index in sorted(indices):
+            anchor, group = self._scheme.shared.get(index), self.groups.get(index)
+            if anchor is not None and group is not None and group.missing == 0 and index not in self.closed:
+                ready.setdefault(anchor, []).append(index)
+        for anchor, some in ready.items():
+            if len(self._streams.get(anchor, ())) <= 1:  # only the anchor waits for all streams
+                self._close_early(anchor, some)
+
+    def _close_early(self, anchor: int, indices: Sequence[int]) -> None:
+        measured = self._measure(indices, self._stacks_of(anchor, indices), keep=True)
+        if measured is not None:
+            self._clip(measured)
+        for index in indices:
+            self.groups[index].sum_all()
+        self.closed.update(indices)
+
+    def note_streams(self, anchors: Sequence[int]) -> None:
+        """Note the stream of an arrival: what arrived on another one may not be there yet."""
+        for anchor in anchors:
+            if anchor in self._scheme.gpus:
+                self._streams.setdefault(anchor, set()).add(torch.cuda.current_stream(self._scheme.gpus[anchor]))
+
+    def group(self, name: str) -> GroupTape:
+        """Return the group of a parameter that forward used."""
+        return self.groups[self._scheme.group_of[name].index]
+
+    # --- groups close -----------------------------------------------------------------------------------------------
+
+    def close(self, anchor: int) -> None:
+        """Close the groups of an anchor that have records, in one pass, so that `take` works."""
+        stacks = self._stacks_of(anchor, None)
+        self._streams.pop(anchor, None)
+        open_groups = (i for i in self._scheme.groups_at[anchor] if i in self.groups and i not in self.closed)
+        indices = [i for i in open_groups if self.groups[i].has_arrived]
+        measured = self._measure(indices, stacks, keep=True)
+        if measured is not None and anchor in self._scheme.withheld:
+            self._spanning[indices[0]] = measured
+            measured.copy_records(self.groups)
+        elif measured is not None:
+            self._clip(measured)
+        self.closed.update(indices)
+
+    def end_norms(self) -> None:
+        """End the pass for norms, and begin the one for sums."""
+        for index, group in self.groups.items():
+            measured = self._measure([index], [], keep=False)
+            if measured is not None:
+                self._clip(measured)
+            group.begin_sums()
+
+    def _measure(self, indices: Sequence[int], stacks: Sequence[Stack], *, keep: bool) -> Measured | None:
+        """Measure groups and their stacks; None without any gradient."""
+        parts, scale_B = self._scheme.roots.parts, self._scale_B
+        if parts is not None:
+            for index in indices:
+                parts.meet(index)
+            scale_B = parts.gather_samples(scale_B) if isinstance(scale_B, Tensor) else scale_B
+        squares = {m: self.groups[index].norm_sq(keep=keep) for m, index in enumerate(indices)}
+        own = {m: norm_sq_B for m, norm_sq_B in squares.items() if norm_sq_B is not None}
+        place = {index: m for m, index in enumerate(indices)}
+        rows = [[place[index] for index in stack.groups] for stack in stacks]
+        stacked = [*zip(rows, [stack.measured(self._scheme.execution) for stack in stacks], strict=True)]
+        norm_sq_MB = squared_norms(len(indices), own, stacked)
+        return None if norm_sq_MB is None else Measured(indices, [*own], stacks, rows, norm_sq_MB, scale_B)
+
+    def _clip(self, measured: Measured) -> None:
+        """Fix the clip coefficients of groups, and sum their stacks."""
+        scheme, indices, own = self._scheme, measured.indices, measured.own
+        thresholds = [scheme.groups[index].threshold for index in indices]
+        scales = {"loss_scale": self._loss_scale, "scale_B": measured.scale_B}
+        clipped = clip(measured.norm_sq_MB, thresholds, scheme.function, **scales)
+        for m in own:
+            nonfinite_MB = clipped.nonfinite_MB
+            self.groups[indices[m]].clip(clipped.sum_weight_MB[m], None if nonfinite_MB is None else nonfinite_MB[m])
+        for stack, some in zip(measured.stacks, measured.rows, strict=True):
+            self._sums.update(clipped.sums(stack, some))
+        norms = clipped.norm_MB.unbind()
+        parts = scheme.roots.parts
+        for m in sorted({*own, *(m for some in measured.rows for m in some)}):
+            norm_B = norms[m] if parts is None else parts.select_own(norms[m])
+            scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
+
+    def _stacks_of(self, anchor: int, indices: Sequence[int] | None) -> list[Stack]:
+        """Return the records of the uses that waited for groups; a use that met few others goes to its group."""
+        if anchor not in self._stacks:
+            return []
+        stacks, alone = self._stacks[anchor].take(indices)
+        for use, tensors in alone:
+            for source, record in use.records(tensors):
+                group = self.group(source.label)
+                group.add(source.label, source, record)
+                group.measure(source.label, keep=True, closing=True)
+        return stacks
+
+    # --- groups with parameters on other stages ---------------------------------------------------------------------
+
+    def own_norm_sq_B(self, index: int) -> Tensor | None:
+        """Return this rank's part [B] of the squared norms of a spanning group; None if it has none."""
+        return self._spanning[index].norm_sq_MB[0] if index in self._spanning else None
+
+    def clip_spanning(self, index: int, norm_sq_B: Tensor) -> None:
+        """Fix the coefficients of a spanning group, given its squared norms on all ranks, so that `take` works."""
+        self._clip(replace(self._spanning.pop(index), norm_sq_MB=norm_sq_B[None]))
+
+    def take(self, name: str) -> Tensor | None:
+        """See ClippedSums.take."""
+        if name in self._sums:
+            return self._sums.pop(name)
+        index = self._scheme.group_of[name].index
+        return self.groups[index].take(name) if index in self.groups else None

@@ -1,0 +1,129 @@
+"""How one model is clipped: its groups, their thresholds, and the anchors that close them.
+
+[Note: Shared anchors] An anchor, and the closing of a group, cost hundreds of Python calls and some launches. For
+groups of small layers that is more than their arithmetic. So consecutive groups share an anchor as long as their
+clipped sums are `WAITING` bytes at most. A group waits for other groups if all its uses wait for equal ones ([Note:
+Uses with equal recipes]). When the anchor runs, or `WAITING` bytes wait, all of them close together. Any other group
+closes as soon as its last record arrives. So its records are freed as early as by its own anchor. Only its clipped sums
+wait for the anchor. A constant bounds the memory of what waits. A group that backward reaches in part waits for its
+anchor.
+Some groups each keep an anchor: ranks that hold parts of a model must meet in each group, in one order; offloaded
+records are fetched group by group; and sums of a group that spans stages wait for norms of other ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from dpshard.clipping.closing import ClippedSums
+from dpshard.clipping.functions import ClippingFunction
+from dpshard.clipping.group_tape import Roots
+from dpshard.clipping.groups import ClippingGroup
+from dpshard.clipping.stacks import FEWEST
+from dpshard.config import Execution
+from dpshard.records import accum_dtype
+from dpshard.rules.call import Source
+
+WAITING = 2**25
+"""Bytes of clipped sums, and of small records, that may wait for a shared anchor (32 MiB, of each)."""
+
+
+class Sink(Protocol):
+    """Receives the results of a backward pass."""
+
+    def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
+        """Take the complete norms [B] of a group on one tape."""
+        ...
+
+    def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
+        """Return the gradients of the anchor of these sums, one per parameter."""
+        ...
+
+
+class Scheme:
+    """The clipping groups of one model, and their anchors."""
+
+    def __init__(
+        self,
+        roots: Roots,
+        groups: tuple[ClippingGroup, ...],
+        function: ClippingFunction,
+        execution: Execution,
+        sink: Sink,
+        *,
+        at_once: bool = False,
+        spanning: frozenset[int] = frozenset(),
+    ) -> None:
+        """Choose the anchors; `at_once`: the records of all groups arrive together, so one anchor closes all."""
+        self.roots, self.function, self.execution, self.sink = roots, function, execution, sink
+        self.spanning = spanning
+        """Numbers of the groups with parameters on other ranks: after backward, their owner calls `clip_spanning`."""
+        self.groups = groups
+        """Groups with the thresholds of the logical batch in progress."""
+        self.waiting = WAITING
+        self.group_of = {name: group for group in groups for name in group.names}
+        self.sources = {name: roots.source(name) for name in roots.shapes}
+        self.anchors = [tuple(names) for names in self._anchors(at_once=at_once)]
+        """Parameters by anchor."""
+        self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
+        joins = roots.parts is None and execution.records_on_device is None
+        self.joining = {i for i, names in enumerate(self.anchors) if joins and len(names) >= FEWEST}
+        """Anchors for which small uses may wait for others; see [Note: Uses with equal recipes]."""
+        self.groups_at = [[*dict.fromkeys(self.group_of[name].index for name in names)] for names in self.anchors]
+        """Numbers of the groups with parameters of each anchor."""
+        several = [] if at_once else [(i, indices) for i, indices in enumerate(self.groups_at) if len(indices) > 1]
+        self.shared = {index: i for i, indices in several for index in indices}
+        """The anchors of groups that may close before theirs; see [Note: Shared anchors]."""
+        self.withheld = {i for i, indices in enumerate(self.groups_at) if not spanning.isdisjoint(indices)}
+        """Anchors of groups that span ranks, one each."""
+        devices = {i: roots.values[self.anchors[i][0]].device for i, _ in several}
+        self.gpus = {i: device for i, device in devices.items() if device.type == "cuda"}
+        """Devices of shared anchors with streams."""
+
+    def _anchors(self, *, at_once: bool) -> Iterator[Sequence[str]]:
+        """Yield the parameters of each anchor: of one or several groups; one parameter each in two passes."""
+        if self.execution.backward_passes == 2:
+            yield from ((name,) for name in self.group_of)
+        elif at_once:
+            yield [*self.group_of]
+        elif self.roots.parts is not None or self.execution.records_on_device is not None:
+            yield from (group.names for group in self.groups)
+        else:
+            yield from self._shared()
+
+    def _shared(self) -> Iterator[Sequence[str]]:
+        """Yield the parameters of consecutive groups on one device."""
+        names: list[str] = []
+        nbytes, devices = 0, set[torch.device]()
+        for group in self.groups:
+            own = sum(self._sum_bytes(name) for name in group.names)
+            where = {self.roots.values[name].device for name in group.names}
+            alone = group.index in self.spanning or len(where) > 1
+            if names and (alone or nbytes + own > self.waiting or where != devices):
+                yield names
+                names, nbytes = [], 0
+            names, nbytes, devices = [*names, *group.names], nbytes + own, where
+            if alone:
+                nbytes = self.waiting + 1
+        if names:
+            yield names
+
+    def _sum_bytes(self, name: str) -> int:
+        return math.prod(self.roots.shapes[name]) * accum_dtype(self.roots.values[name]).itemsize
+
+    def set_thresholds(self, thresholds: Sequence[float]) -> None:
+        """Set the thresholds, one per group; only between logical batches, so that a sum has one sensitivity."""
+        self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
+        self.group_of = {name: group for group in self.groups for name in group.names}
+
+    def anchors_of(self, sources: Sequence[Source]) -> list[int]:
+        """Return the sorted numbers of the anchors for the roots of `sources`."""
+        if len(self.anchors) == 1:
+            return [0]
+        return sorted({self._anchor_of[name] for source in sources for name in source.roots})
