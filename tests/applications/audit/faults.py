@@ -8,8 +8,8 @@ import torch
 import dpshard.clipping.closer
 import dpshard.clipping.group_tape
 import dpshard.sampling.plans
+from dpshard.clipping.closer import Closer
 from dpshard.clipping.group_tape import GroupTape
-from dpshard.clipping.tape import Tape
 from dpshard.config import BatchSchedule
 from dpshard.noise.buffers import NoiseBuffers
 from dpshard.noise.keyed import KeyedGaussian
@@ -249,15 +249,15 @@ def leave_small_parameters_out_of_norms(monkeypatch):
 
 def double_a_threshold(monkeypatch):
     """The first of several groups clips at twice its threshold."""
-    clip = Tape._clip
+    clip = Closer._clip
 
     def clipped(self, measured):
-        first, *others = groups = self.clipper.groups
-        self.clipper.groups = (replace(first, threshold=2 * first.threshold), *others)
+        first, *others = groups = self._scheme.groups
+        self._scheme.groups = (replace(first, threshold=2 * first.threshold), *others)
         clip(self, measured)
-        self.clipper.groups = groups
+        self._scheme.groups = groups
 
-    monkeypatch.setattr(Tape, "_clip", clipped)
+    monkeypatch.setattr(Closer, "_clip", clipped)
 
 
 def count_one_row_of_padding(monkeypatch):
