@@ -201,9 +201,9 @@ class _StageEngine(CountingEngine):
         with torch.no_grad(), in_full_precision(torch.device("cpu")):
             for tape in tapes:
                 for index in self.spanning:
-                    norm_sq_B = tape.own_norm_sq_B(index)
+                    norm_sq_B = tape.closer.own_norm_sq_B(index)
                     assert norm_sq_B is not None
-                    tape.clip_spanning(index, norm_sq_B)
+                    tape.closer.clip_spanning(index, norm_sq_B)
             for index in self.spanning:
                 names = clipper.groups[index].names
                 reduction.add_later(names, ClippedSums(names, tapes, False).take)
