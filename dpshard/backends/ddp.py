@@ -35,7 +35,7 @@ def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None =
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside training.
-    sharding = Unsharded(model.module, model, isolated=model.no_sync)
+    sharding = _Replicated(model.module, model, isolated=model.no_sync)
     communicator = Communicator(dist.get_world_size(group), lambda: group, sharding.device)
     store = DotGradStore(sharding)
     reduction = DDPReduction(model, sharding, communicator, store)
@@ -48,6 +48,12 @@ def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None =
         return Backend(f"{layout}, with experts of their own", everyone, sharding, reduction, store, None, grid)
     layout += f" of {everyone.world_size // communicator.world_size} parts"
     return Backend(layout, everyone, sharding, reduction, store, communicator, grid)
+
+
+class _Replicated(Unsharded):
+    """Whole parameters, whose gradients autograd brings to the reducer."""
+
+    accumulates = True
 
 
 class DDPReduction:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from dpshard.backends.backward_passes import BackwardPasses
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parts import ModelParts, Place
+from dpshard.backends.roles import Take
 from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.noise.keyed import SumShard
 from dpshard.records import WIDE, accum_dtype, as_real, wide
@@ -82,6 +84,31 @@ class DotGradStore:
             return self._guard.expect(name, clipped_sum.to(parameter.dtype))
         add(wide_sums, name, clipped_sum)
         return self._guard.expect(name, torch.zeros_like(parameter))
+
+    def add_sums(self, names: Iterable[str], take: Take) -> None:
+        """Take whole sums, and add them to `.grad` past autograd, whose hooks would record each by itself."""
+        parameters, local, added = self._parameters, self._sharding.local, []
+        in_parts = self._sharding.parts is not None
+        for name in names:
+            total, parameter = take(name), parameters[name]
+            if in_parts:
+                total = self.whole_sum(name, total)
+            if total is None or not parameter.requires_grad:  # frozen since
+                continue
+            gradient = parameter.grad
+            if parameter.dtype not in WIDE:
+                add(self.wide_sums, name, total)
+                self.stand_in(name)
+                continue
+            if local(parameter) is not parameter or total.device != parameter.device:
+                self.add_shard(name, as_real(total))
+                continue
+            if gradient is not None:
+                gradient.add_(total)
+            else:
+                parameter.grad = total if _may_keep(total, parameter) else torch.empty_like(parameter).copy_(total)
+            added.append(name)
+        self._guard.note_all(added)
 
     def add_shard(self, name: str, shard: Tensor) -> None:
         """Add this rank's part of a sum, a complex one as real pairs."""
@@ -259,6 +286,20 @@ class DotGradStore:
         self.forget()
         self._guard.reset()
         self.passes.reset()
+
+
+_BORROWED = 3
+"""References to a tensor that only its taker has: its own, that of `_may_keep`, and that of the question."""
+
+
+def _may_keep(total: Tensor, parameter: nn.Parameter) -> bool:
+    """Return True if a sum, as it is, can be the gradient of a parameter, and nothing else holds it."""
+    return (
+        total.dtype is parameter.dtype
+        and getattr(total, "_use_count")() == 1  # noqa: B009 - not among the stubs
+        and sys.getrefcount(total) <= _BORROWED
+        and total.stride() == parameter.stride()
+    )
 
 
 def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:

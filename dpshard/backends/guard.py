@@ -3,18 +3,19 @@
 [Note: Guarding the gradients]
 Between an anchor and the noise a clipped sum lies in `.grad`, where any code may change it. So
 - a hook on every parameter accepts only the tensor object that its anchor returned. (Autograd passes a sum of several
-  paths as another tensor.)
-- a second hook records `.grad` and its version, and the end of the backward pass records a checksum of its bits. All
-  three must be unchanged before more gradients or noise are added. A change (clip_grad_norm_, unscaling, zero_grad, a
-  foreign optimizer) would alter the accounted sum, or use it without noise. The version reveals writes that change no
-  bit (zero_() on zeros). The checksum reveals writes that torch does not count: through `.data`, and by
-  torch._foreach_* on shards.
+  paths as another tensor.) Without a reducer an anchor returns none: its sums go to `.grad` past autograd.
+- whoever adds a sum records `.grad` and its version: the store, or a second hook where autograd adds it. The end of the
+  backward pass records a checksum of its bits. All three must be unchanged before more gradients or noise are added. A
+  change (clip_grad_norm_, unscaling, zero_grad, a foreign optimizer) would alter the accounted sum, or use it without
+  noise. The version reveals writes that change no bit (zero_() on zeros). The checksum reveals writes that torch does
+  not count: through `.data`, and by torch._foreach_* on shards.
 - checksums of all gradients are compared at once, at the first anchor of the next pass and before the noise. On an
   accelerator only the release reads the result, because reading in backward would stall. If modules have backward
   hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
   (A write through `.data` by a tensor hook within the pass is not detected.)
 - the store keeps the tensors whose bits were digested, and releases these, whatever lies in `.grad` by then.
-- foreign hooks on a parameter are refused, because they see and change gradients before the noise.
+- foreign hooks on a parameter are refused, because they see and change gradients before the noise. So is the loss of
+  an own hook.
 Only the sums of a failed backward pass may be dropped: they are incomplete anyway.
 """
 
@@ -39,14 +40,15 @@ class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
     `local` returns this rank's part of a gradient. `accumulated` gets the name of a parameter after autograd has added
-    to its gradient. `training`: the model is in training mode. `hooked`: module hooks run in backward.
+    to its gradient; None if it never does. `training`: the model is in training mode. `hooked`: module hooks run in
+    backward.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
         local: Callable[[Tensor], Tensor],
-        accumulated: Callable[[str, object], object],
+        accumulated: Callable[[str, object], object] | None,
         training: Callable[[], bool],
         hooked: Callable[[], bool],
     ) -> None:
@@ -65,15 +67,21 @@ class Guard:
         self._seal_later: Any = torch.compiler.disable(self._seal)
         self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which of them changed; not read yet
         self._handles: list[RemovableHandle] = []
+        self._own: dict[str, tuple[int, tuple[int, ...]]] = {}  # numbers of the hooks before and after it adds
         for name, p in parameters.items():
-            self.watch(name, p)
-            self._handles.append(p.register_post_accumulate_grad_hook(functools.partial(accumulated, name)))
+            own = self.watch(name, p)
+            self._own[name] = own.id, ()
+            if accumulated is not None:
+                after = p.register_post_accumulate_grad_hook(functools.partial(accumulated, name))
+                self._own[name] = own.id, (after.id,)
+                self._handles.append(after)
 
     # --- during backward --------------------------------------------------------------------------------------------
 
-    def watch(self, name: str, tensor: Tensor) -> None:
+    def watch(self, name: str, tensor: Tensor) -> RemovableHandle:
         """Accept only the expected gradient at `tensor`: the parameter, or its unsharded form."""
         self._handles.append(tensor.register_hook(functools.partial(self._require_expected, name)))
+        return self._handles[-1]
 
     def expect(self, name: str, gradient: Tensor) -> Tensor:
         """Accept this tensor object from an anchor."""
@@ -115,11 +123,12 @@ class Guard:
 
     def note_all(self, names: Iterable[str]) -> None:
         """Record the present `.grad` of parameters."""
+        parameters, noted, unsealed = self._parameters, self._noted, self._unsealed
         for name in names:
-            gradient = self._parameters[name].grad
+            gradient = parameters[name].grad
             if gradient is not None:
-                self._noted[name] = _Noted(gradient, (gradient._version, self._local(gradient)._version))
-                self._unsealed[name] = None
+                noted[name] = _Noted(gradient, self._versions(gradient))
+                unsealed[name] = None
         backward = torch._C._current_graph_task_id()
         if backward == -1 or self._at_once:
             self._seal()
@@ -138,7 +147,14 @@ class Guard:
                 self._noted[name].seal = seal
 
     def _bits(self, names: Iterable[str]) -> dict[str, Tensor]:
-        return {name: self._local(self._noted[name].gradient) for name in names}
+        noted, local = self._noted, self._local
+        some = {name: noted[name].gradient for name in names}
+        return {name: x if type(x) is Tensor else local(x) for name, x in some.items()}
+
+    def _versions(self, gradient: Tensor) -> tuple[int, int]:
+        """Return the versions of a gradient, and of this rank's part of it; a plain tensor is its own part."""
+        version = gradient._version
+        return version, version if type(gradient) is Tensor else self._local(gradient)._version
 
     def holds_anything(self, name: str) -> bool:
         """Return True if this rank's part of `.grad` is not all zeros."""
@@ -152,8 +168,7 @@ class Guard:
             return gradient is None or not self.holds_anything(name)  # zero_grad(set_to_none=False)
         if gradient is None or gradient is not noted.gradient:
             return False
-        own, shard = noted.versions
-        return gradient._version == own and self._local(gradient)._version == shard
+        return self._versions(gradient) == noted.versions
 
     def all_thrown_away(self) -> bool:
         """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
@@ -165,10 +180,11 @@ class Guard:
 
         Raises UnsupportedParameterError for parameters with foreign hooks.
         """
+        parameters, noted = self._parameters, self._noted
         for name in names:
-            self.refuse_hooks(name, self._parameters[name])
+            self.refuse_hooks(name, parameters[name])
         for name in names:
-            if (name in self._noted or self._parameters[name].grad is not None) and not self.is_untouched(name):
+            if (name in noted or parameters[name].grad is not None) and not self.is_untouched(name):
                 self._refuse(name)
         if self._at_once:
             self.compare_bits()
@@ -212,16 +228,22 @@ class Guard:
         )
 
     def refuse_hooks(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise UnsupportedParameterError for a foreign hook on this parameter."""
-        hooks = len(parameter._backward_hooks or ()) + len(
-            getattr(parameter, "_post_accumulate_grad_hooks", None) or ()
-        )
-        if hooks > 2:
+        """Raise UnsupportedParameterError for a foreign hook on this parameter, or if an own one is gone."""
+        own, own_after = self._own[name]
+        hooks, after = parameter._backward_hooks or (), getattr(parameter, "_post_accumulate_grad_hooks", None)
+        after = tuple(after) if after else ()
+        if own in hooks and len(hooks) == 1 and after == own_after:
+            return
+        if own not in hooks or not {*own_after} <= {*after}:
             raise UnsupportedParameterError(
-                f"{name} has a gradient hook that is not dpshard's. It would see and change gradients before the noise "
-                f"is added. Remove it, and read gradients after engine.privatize(). An optimizer that steps within "
-                f"backward() cannot be private."
+                f"{name} has lost the gradient hook of dpshard, which refuses gradients that are not clipped. Remove "
+                f"only hooks of your own."
             )
+        raise UnsupportedParameterError(
+            f"{name} has a gradient hook that is not dpshard's. It would see and change gradients before the noise is "
+            f"added. Remove it, and read gradients after engine.privatize(). An optimizer that steps within backward() "
+            f"cannot be private."
+        )
 
     # --- start and end ----------------------------------------------------------------------------------------------
 

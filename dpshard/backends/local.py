@@ -31,7 +31,7 @@ def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Ba
 
 
 class NoReduction:
-    """The Reduction of one rank, which has nothing to reduce."""
+    """The Reduction of a rank that has nothing to reduce: it puts its sums in `.grad`."""
 
     is_unsummed = False
 
@@ -39,11 +39,15 @@ class NoReduction:
         self._store = store
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Return the sums: autograd adds them to `.grad`."""
-        store = self._store
-        store.begins(lambda: None)
-        store.require_untouched(names)
-        return [store.through_autograd(name, store.whole_sum(name, take(name)), store.wide_sums) for name in names]
+        """Add the sums to `.grad`; return None for each, so that autograd brings none there."""
+        self._store.begins(lambda: None)
+        self.add(names, take)
+        return [None] * len(names)
+
+    def add(self, names: Sequence[str], take: Take) -> None:
+        """Take the clipped sums."""
+        self._store.require_untouched(names)
+        self._store.add_sums(names, take)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return an empty block."""
@@ -69,13 +73,7 @@ class NoReduction:
 
 
 class DirectReduction(NoReduction):
-    """Puts the sums of a rank's own elements in `.grad`, past autograd, which adds no parts, and none later."""
-
-    def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Take the clipped sums; return None for each."""
-        self._store.begins(lambda: None)
-        self.add(names, take)
-        return [None] * len(names)
+    """Copies the sums of a rank's own elements to `.grad`."""
 
     def add(self, names: Sequence[str], take: Take) -> None:
         """Take the clipped sums."""

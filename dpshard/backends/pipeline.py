@@ -60,6 +60,8 @@ def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
 class StageSharding(OfStages, Unsharded):
     """The parameters of one stage; clipped sums go to `.grad` directly, since some come after backward."""
 
+    accumulates = True
+
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
 

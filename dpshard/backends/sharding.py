@@ -38,6 +38,8 @@ class Sharding(ABC):
 
     two_passes = True
     """True if a graph can be differentiated twice."""
+    accumulates = True
+    """True if autograd, or a framework in its hooks, adds to `.grad`; then `_accumulated` follows."""
 
     def __init__(self, core: nn.Module, outermost: nn.Module, parts: ModelParts | None = None) -> None:
         self.core, self.outermost, self.parts = core, outermost, parts
@@ -52,7 +54,8 @@ class Sharding(ABC):
         """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """Tensors that plain autograd differentiates."""
-        self.guard = Guard(self.parameters, self.local, self._accumulated, self._in_training, self._hooked)
+        accumulated = self._accumulated if self.accumulates else None
+        self.guard = Guard(self.parameters, self.local, accumulated, self._in_training, self._hooked)
 
     @property
     def exchange(self) -> ModelParts | None:
@@ -246,6 +249,8 @@ class Unsharded(Sharding):
 
     `isolated` makes the block of `guard_disabled`; `together` lets ranks meet before forwards that communicate.
     """
+
+    accumulates = False
 
     def __init__(
         self,

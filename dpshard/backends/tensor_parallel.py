@@ -74,6 +74,8 @@ def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -
 class PlacedSharding(Unsharded):
     """Parameters of which some are DTensors over the ranks of one model."""
 
+    accumulates = True
+
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Shapes of the whole parameters."""

@@ -48,15 +48,16 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
         yield
 
 
-def _hands_out(edges: Sequence[tuple[Any, int]]) -> bool:
-    """Return True if the running pass returns the gradient of a leaf among `edges`: torch.autograd.grad."""
+def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
+    """Return to which leaves among `edges` the running pass brings a gradient: all, but for backward(inputs=...).
+
+    None if it returns the gradient of one: torch.autograd.grad.
+    """
+    reaches = torch._C._will_engine_execute_node
     try:
-        for node, _ in edges:
-            if node is not None:
-                torch._C._will_engine_execute_node(node)
+        return [node is not None and reaches(node) for node, _ in edges]
     except RuntimeError:  # "A leaf node was passed ... but we are currently running autograd.grad()"
-        return True
-    return False
+        return None
 
 
 def _wants(node: Any) -> bool:
@@ -83,11 +84,11 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
 
-    `close` gets True if torch.autograd.grad would return one of them instead of `.grad`.
+    `close` gets those that the pass reaches; None if torch.autograd.grad would return one instead of `.grad`.
     """
 
     @staticmethod
-    def forward(ctx: Any, close: Callable[[bool], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
+    def forward(ctx: Any, close: Callable[[list[bool] | None], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
         """Make the token."""
         ctx.close = close
         ctx.set_materialize_grads(False)
@@ -96,7 +97,7 @@ class Anchor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close the anchor, because every slot of these parameters has its gradients."""
-        return (None, *ctx.close(_hands_out(ctx.next_functions)))
+        return (None, *ctx.close(_reached(ctx.next_functions)))
 
 
 @left_out_of_graphs

@@ -138,9 +138,20 @@ class ClippedSums:
     tapes: Sequence[HasSums]
     handed_out: bool
     """True if the caller of the backward pass would get one of them, instead of `.grad`."""
+    left_out: frozenset[str] = frozenset()
+    """Parameters to which the backward pass brings no gradient."""
+
+    @classmethod
+    def to(cls, names: Sequence[str], tapes: Sequence[HasSums], reached: Sequence[bool] | None) -> ClippedSums:
+        """Return the sums of a pass that reaches these of the parameters; None: it would hand one out."""
+        if reached is None or all(reached):
+            return cls(names, tapes, reached is None)
+        return cls(names, tapes, False, frozenset(n for n, there in zip(names, reached, strict=True) if not there))
 
     def take(self, name: str) -> Tensor | None:
         """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
+        if name in self.left_out:
+            return None
         if len(self.tapes) == 1:
             return self.tapes[0].take(name)
         total: Tensor | None = None

@@ -297,7 +297,7 @@ class Clipper(Scheme):
                 self.tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
         return self.tokens[anchor]
 
-    def close(self, anchor: int, handed_out: bool) -> Sequence[Tensor | None]:
+    def close(self, anchor: int, reached: Sequence[bool] | None) -> Sequence[Tensor | None]:
         """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
         names = self.anchors[anchor]
         self.tokens.pop(anchor, None)
@@ -306,7 +306,7 @@ class Clipper(Scheme):
             for tape in tapes:
                 tape.close(anchor)
             ready = () if anchor in self.withheld else tapes
-            return self.sink.deliver(ClippedSums(names, ready, handed_out))
+            return self.sink.deliver(ClippedSums.to(names, ready, reached))
 
     def abort(self) -> None:
         """Drop the records of an unfinished backward pass."""

@@ -285,6 +285,66 @@ def test_hooks_of_others_are_refused():
     torch.optim.SGD(model.parameters(), lr=1.0).step()
 
 
+def forget_hooks(parameter):
+    parameter._backward_hooks.clear()
+
+
+def swap_hooks(parameter):
+    """As many hooks as before."""
+    forget_hooks(parameter)
+    parameter.register_hook(lambda g: g)
+
+
+@pytest.mark.parametrize("lose", [forget_hooks, swap_hooks])
+@pytest.mark.parametrize("after_backward", [False, True])
+def test_without_its_hooks_no_gradient_passes(lose, after_backward):
+    """The next gradient would reach `.grad` unclipped."""
+    model = mlp()
+    engine_on(model)
+    if after_backward:
+        backward(model)
+    lose(model[2].bias)
+    with pytest.raises(UnsupportedParameterError, match=r"2\.bias has lost the gradient hook"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step() if after_backward else backward(model)
+    with pytest.raises((UnsupportedParameterError, LogicalBatchError)):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_a_gradient_that_met_no_hook_is_refused_at_the_release(first):
+    """What lies in `.grad` was recorded by whoever put it there, not by what autograd says."""
+    model = mlp()
+    engine_on(model)
+    bias = model[2].bias
+    hooks = dict(bias._backward_hooks)
+
+    def leak():
+        bias._backward_hooks.clear()
+        bias.square().sum().backward()
+        bias._backward_hooks.update(hooks)
+
+    for run in (leak, lambda: backward(model)) if first else (lambda: backward(model), leak):
+        try:
+            run()
+        except LogicalBatchError:
+            assert first
+            break
+    with pytest.raises(LogicalBatchError, match=r"2\.bias"):
+        torch.optim.SGD(model.parameters(), lr=1.0).step()
+
+
+def test_a_backward_for_some_parameters_brings_sums_to_these():
+    model = mlp()
+    engine_on(model)
+    x, y = data(6)
+    F.cross_entropy(model(x), y).backward(inputs=[model[2].weight])
+    assert [name for name, p in model.named_parameters() if p.grad is not None] == ["2.weight"]
+    wanted = mlp()
+    engine_on(wanted)
+    F.cross_entropy(wanted(x), y).backward()
+    assert model[2].weight.grad.equal(wanted[2].weight.grad)
+
+
 def unfreeze(model):
     model[0].requires_grad_(True)
 
