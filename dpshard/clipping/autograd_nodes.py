@@ -62,7 +62,8 @@ def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
 
 def _wants(node: Any) -> bool:
     """Return True if the running pass needs the gradient that goes to a node; the first of two passes may not."""
-    return node is not None and (_hands_out([(node, 0)]) or torch._C._will_engine_execute_node(node))
+    reached = _reached([(node, 0)])
+    return reached is None or reached[0]
 
 
 Node = TypeVar("Node", bound=torch.autograd.Function)
