@@ -46,11 +46,11 @@ class _Row:
 
     def cut(self, dim: int) -> Sequence[_Row]:
         """Return a row for each use, whose samples are in `dim`."""
-        self.require_unwritten()
+        self.refuse_written()
         parts = zip(*[x.chunk(len(self.uses), dim) for x in self.tensors], strict=True)
         return [_row([use], part) for use, part in zip(self.uses, parts, strict=True)]
 
-    def require_unwritten(self) -> None:
+    def refuse_written(self) -> None:
         """Raise LogicalBatchError if a tensor was written since it arrived."""
         if sum(map(_VERSION, self.tensors)) != self.version:
             raise changed(self.uses[0].sources[0].label, measured=False)
@@ -122,7 +122,7 @@ class Stacks:
                 stacks += self._stacked(recipe, ready)
             alone += apart + ready  # stacks leave none
         for row in alone:
-            row.require_unwritten()
+            row.refuse_written()
         self._groups = self._groups.difference(groups) if groups is not None else set()
         return stacks, [(row.uses[0], row.tensors) for row in alone]
 
@@ -156,7 +156,7 @@ class Stacks:
     def _made(self, recipe: Recipe, rows: Sequence[_Row]) -> Iterator[Stack]:
         """Make the records of uses together, those of the first source first."""
         for row in rows:
-            row.require_unwritten()
+            row.refuse_written()
         uses = [use for row in rows for use in row.uses]
         joined = replace(recipe, batch_size=len(uses) * recipe.batch_size)
         tensors = rows[0].tensors

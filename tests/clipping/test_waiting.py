@@ -217,7 +217,7 @@ def test_a_forward_within_backward_counts_no_sample(place, backward):
         return private_step(model, (x,), loss, call=lambda x: None, clipping_style="layer-wise", **OPTIONS)
 
     if backward:
-        with pytest.raises(DpshardError, match="differentiates each segment by itself"):
+        with pytest.raises(DpshardError, match="differentiates each segment separately"):
             step()
     else:
         assert relative_error(step(), expected) <= TOLERANCE

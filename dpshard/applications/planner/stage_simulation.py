@@ -12,7 +12,7 @@ of a schedule is that of the second part, and what other parts hold.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,6 +33,7 @@ from dpshard.backends.pipeline import StageSharding
 from dpshard.backends.sharding import Unsharded
 from dpshard.backends.stage_sums import LateSums, WholeSums
 from dpshard.clipping.autograd_nodes import in_full_precision
+from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.tape import ClippedSums, Tape
 from dpshard.engine import PrivacyEngine
 
@@ -181,9 +182,7 @@ class _StageEngine(CountingEngine):
     def __init__(self, model: nn.Module, meter: Meter, layouts: Any, **settings: Any) -> None:
         super().__init__(model, meter, layouts, **settings)
         clipper = self._collector.clipper
-        labels = ("all-layer", "outside of blocks")
-        self.spanning = frozenset(group.index for group in clipper.groups if group.label in labels)
-        clipper.spanning = self.spanning
+        self.spanning = clipper.spanning
         self._tapes: list[Tape] = []
         open_tape = self._collector.open_tape
 
@@ -212,7 +211,19 @@ class _StageEngine(CountingEngine):
 class _Alone(Unsharded):
     """The parameters of a stage in an engine that knows no other stage."""
 
+    accumulates = True
     _accumulated = StageSharding._accumulated
+
+
+class _StageBackend(Backend):
+    """The back-end of a stage that knows which groups would span stages."""
+
+    __slots__ = ()
+
+    def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
+        """See Backend."""
+        labels = ("all-layer", "outside of blocks")
+        return tuple(groups), frozenset(group.index for group in groups if group.label in labels)
 
 
 @contextmanager
@@ -223,7 +234,7 @@ def _stage_backends() -> Iterator[None]:
     def backend(model: nn.Module, declared: Any = None) -> Backend:
         sharding = _Alone(model)
         store, alone = DotGradStore(sharding), Communicator()
-        return Backend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
+        return _StageBackend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
 
     backends.local_backend = backend
     try:
