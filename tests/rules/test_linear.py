@@ -76,6 +76,13 @@ def test_a_bias_that_broadcasts(shape, bias):
     )
 
 
+def test_a_bias_that_broadcasts_over_samples_in_the_weight():
+    def loss(m, x):
+        return F.linear(torch.ones(3, D).double(), x, m.b).T
+
+    assert_exact(Use(loss, before=D, b=randn(1)), randn(4, D), modes=["auto", "bk"])
+
+
 def test_addmm_with_a_bias_for_all_outputs():
     assert_exact(
         Use(lambda m, x: torch.addmm(m.b, x, m.w), before=D, w=randn(D, P), b=randn(1)), randn(4, D), modes=["auto"]

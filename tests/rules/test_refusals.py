@@ -104,11 +104,6 @@ def test_what_has_no_rule_is_refused(case):
 
 counter = itertools.count()
 LAYOUTS = {
-    "no samples": (
-        lambda m, x: F.linear(torch.ones(T, D).double(), x[:, 0], m.w.expand(1)).T,
-        (1,),
-        r"linear: its data input carries no samples",
-    ),
     "orders": (both_orders, (P, D), r"linear with w is called with the rows of the samples in different orders"),
     "loop over samples": (
         by_samples,
