@@ -92,12 +92,12 @@ class Closer:
                 self._close_early(anchor, some)
 
     def _close_early(self, anchor: int, indices: Sequence[int]) -> None:
+        self.closed.update(indices)  # also if this fails: what is left would get a norm of its own
         measured = self._measure(indices, self._stacks_of(anchor, indices), keep=True)
         if measured is not None:
             self._clip(measured)
         for index in indices:
             self.groups[index].sum_all()
-        self.closed.update(indices)
 
     def note_streams(self, anchors: Sequence[int]) -> None:
         """Note the stream of an arrival: what arrived on another one may not be there yet."""
@@ -117,13 +117,13 @@ class Closer:
         self._streams.pop(anchor, None)
         open_groups = (i for i in self._scheme.groups_at[anchor] if i in self.groups and i not in self.closed)
         indices = [i for i in open_groups if self.groups[i].has_arrived]
+        self.closed.update(indices)
         measured = self._measure(indices, stacks, keep=True)
         if measured is not None and anchor in self._scheme.withheld:
             self._spanning[indices[0]] = measured
             measured.copy_records(self.groups)
         elif measured is not None:
             self._clip(measured)
-        self.closed.update(indices)
 
     def end_norms(self) -> None:
         """End the pass for norms, and begin the one for sums."""
