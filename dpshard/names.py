@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
+from collections.abc import Collection
 
 from torch import nn
 
@@ -61,3 +62,21 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 seen.add(id(parameter))
                 found.append((f"{path}.{name}" if path else name, parameter))
     return found
+
+
+def has_any(model: nn.Module, ids: Collection[int]) -> bool:
+    """Return True if a parameter of `model` has one of these ids.
+
+    Without names, because every optimizer of the process asks every engine at every step.
+    """
+    waiting, seen = [model], set()
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        for parameter in module._parameters.values():
+            if id(parameter) in ids:
+                return True
+        waiting += [child for child in module._modules.values() if child is not None]
+    return False

@@ -22,6 +22,7 @@ from dpshard.errors import (
     UnsupportedOptimizerError,
     UnsupportedParameterError,
 )
+from dpshard.names import has_any, parameters_of
 from dpshard.step.internals import Internals
 
 
@@ -158,11 +159,11 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 
 def _refuse_late_parameters(held: set[Tensor]) -> None:
     for engine in list(_engines):
-        late = {p for p in held - engine.internals.owned() if p.grad is not None}
-        if not late:
-            continue  # the walk through the modules takes long
-        for name, parameter in engine.model.named_parameters():
-            if parameter in late:
+        late = {id(p) for p in held - engine.internals.owned() if p.grad is not None}
+        if not late or not has_any(engine.model, late):
+            continue
+        for name, parameter in parameters_of(engine.model):
+            if id(parameter) in late:
                 raise UnsupportedParameterError(
                     f"{name} has a gradient, but it was frozen, or another parameter, when the engine was made. So the "
                     f"gradient is neither clipped nor noised. Unfreeze, replace and add parameters before making the "
