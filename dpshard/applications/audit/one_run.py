@@ -53,11 +53,11 @@ class GradientCanaries:
     `optimizer.step()`, and `guesses` at the end.
     """
 
-    def __init__(self, included_m: NDArray[np.bool_], pull: float = PULL) -> None:
+    def __init__(self, included_m: NDArray[np.bool_]) -> None:
         self.included = included_m
         self.scores: NDArray[np.float64] = np.zeros(len(included_m))
         """Log likelihood ratio of "in" over "out" so far, [m]."""
-        self.pull = pull
+        self.pull = PULL
         """Gradient norm before clipping."""
         self._next: tuple[float, ...] | None = None  # thresholds of the next release
 

@@ -6,9 +6,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from dpshard.applications.cli import console
 from dpshard.applications.cli.plan import parse_clipping
@@ -86,7 +84,7 @@ def _print(comparison: Comparison, advice: list[str]) -> None:
         f"A step on {comparison.rows} samples, {comparison.parameters:,} trained parameters, on {comparison.device}; "
         f"{first.seconds.count} rounds"
     )
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = console.plain_table()
     for name in ("", "ms", "time", "quartiles", "MiB", "memory", "FLOPs"):
         table.add_column(name, justify="right" if name else "left", no_wrap=True)
     for m in comparison.measured:

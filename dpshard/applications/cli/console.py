@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
 from typer.core import TyperGroup
 
 from dpshard.errors import DpshardError
@@ -55,6 +57,11 @@ class OneLineErrors(TyperGroup):
                 help = f"See {error.ctx.command_path if error.ctx else 'dpshard'} --help."
                 print_error(f"{error.format_message().replace('Value error, ', '').rstrip('.')}. {help}")
                 raise typer.Exit(USER_ERROR) from error
+
+
+def plain_table(title: str | None = None, **more: Any) -> Table:
+    """Return an empty table without edges."""
+    return Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False, **more)
 
 
 def print_error(message: object) -> None:

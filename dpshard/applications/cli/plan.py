@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
-from rich import box
 from rich.markup import escape
-from rich.table import Table
 
 from dpshard.applications.cli import console, plan_pipeline, plan_time, plots
 from dpshard.applications.cli.options import options_of
@@ -115,14 +113,7 @@ def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Seque
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
         f"({shard}), {setup.micro_batches} x {plan.micro_batch} samples per rank and step, {precision}, {again}"
     )
-    table = Table(
-        title="A step of one rank",
-        title_justify="left",
-        box=box.SIMPLE,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = console.plain_table("A step of one rank", collapse_padding=True)
     table.add_column("", no_wrap=True)
     for estimate in plan.estimates:
         table.add_column(estimate.label.replace(", ", "\n"), justify="right")

@@ -8,7 +8,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -74,14 +73,7 @@ def show(plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, secon
 
 
 def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
-    table = Table(
-        title="A step",
-        title_justify="left",
-        box=box.SIMPLE,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
+    table = console.plain_table("A step", collapse_padding=True)
     table.add_column("", no_wrap=True)
     for estimate in plan.estimates:
         table.add_column(estimate.label, justify="right")

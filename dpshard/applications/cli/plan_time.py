@@ -7,9 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich import box
-from rich.table import Table
-
 from dpshard.applications.cli import console
 from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.run_folder import write_json
@@ -135,7 +132,7 @@ def print_run(plan: Plan, costs: RunCosts) -> None:
         f"{costs.noise_multiplier:.4g}, epsilon {costs.epsilon:.3f} at delta {run.target_delta:g}, sigma / batch "
         f"{costs.noise_multiplier / run.batch_size:.3g}."
     )
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = console.plain_table()
     for name in ("", "micro-batch", "micro-batches", "padding", "s a step", "GPU-hours"):
         table.add_column(name, justify="right" if name else "left")
     for label, cost in costs.by_label.items():
@@ -188,7 +185,7 @@ def print_frontier(
         f"What {means.gpu_hours:,.0f} GPU-hours buy at epsilon {means.epsilon:g}, delta {means.delta:g}, of "
         f"{means.sample_size:,} samples of {means.seq:,} tokens"
     )
-    table = Table(box=box.SIMPLE, show_edge=False, pad_edge=False)
+    table = console.plain_table()
     for name in ("parameters", "batch", "steps", "epochs", "tokens/parameter", "sigma", "sigma / batch"):
         table.add_column(name, justify="right")
     for point in points:

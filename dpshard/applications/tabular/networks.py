@@ -45,20 +45,19 @@ class MLP(nn.Module):
     Gorishniy et al. 2022, arXiv:2203.05556, Sec. 3.1; pieces of equal length, because quantiles are private.
     """
 
-    def __init__(self, features: int, numbers: int, outputs: int, width: int = WIDTH, pieces: int = PIECES) -> None:
+    def __init__(self, features: int, numbers: int, outputs: int) -> None:
         super().__init__()
         self.numbers = numbers
-        edges = torch.linspace(-1, 1, pieces + 1)[:-1]
+        edges = torch.linspace(-1, 1, PIECES + 1)[:-1]
         self.edges: Tensor
         self.register_buffer("edges", edges, persistent=False)
-        self.pieces = pieces
-        self.hidden = nn.Linear(features + numbers * pieces, width)
-        self.head = nn.Linear(width, outputs)
+        self.hidden = nn.Linear(features + numbers * PIECES, WIDTH)
+        self.head = nn.Linear(WIDTH, outputs)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, x_BF: Tensor) -> Tensor:
         """Return outputs [B, O]."""
-        split_BNP = ((x_BF[:, : self.numbers, None] - self.edges) * (self.pieces / 2)).clamp(0, 1)
+        split_BNP = ((x_BF[:, : self.numbers, None] - self.edges) * (PIECES / 2)).clamp(0, 1)
         x = torch.cat([x_BF, split_BNP.flatten(1)], dim=1)
         return self.head(torch.relu(self.hidden(x)))

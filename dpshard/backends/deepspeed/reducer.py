@@ -168,12 +168,12 @@ class Reducer:
             offset += self.shapes[name].numel if chunks is None else chunks[name]
 
 
-def _buckets(shapes: Mapping[str, Shape], size: int = BUCKET) -> list[list[str]]:
-    """Return names in reverse order, roughly that of backward, in runs of one dtype and about `size` elements."""
+def _buckets(shapes: Mapping[str, Shape]) -> list[list[str]]:
+    """Return names in reverse order, roughly that of backward, in runs of one dtype and about BUCKET elements."""
     buckets: list[list[str]] = []
-    elements, kind = size, None
+    elements, kind = BUCKET, None
     for name, shape in reversed(list(shapes.items())):
-        if elements + shape.numel > size or (shape.dtype, shape.device) != kind:
+        if elements + shape.numel > BUCKET or (shape.dtype, shape.device) != kind:
             buckets.append([])
             elements, kind = 0, (shape.dtype, shape.device)
         buckets[-1].append(name)
