@@ -59,7 +59,7 @@ class Clipped:
     sum_weight_MB: Tensor
     """Clip coefficients times `Tape.scale_B`: factors of recorded gradients."""
     nonfinite_MB: Tensor | None
-    """Samples without a finite norm; None if there are none."""
+    """Samples of weight 0, without a finite norm or for another reason; None if all norms are finite."""
 
     def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
         """Return the clipped sums of a stack, each parameter in the group at its place in `rows`."""
@@ -104,7 +104,7 @@ def clip(
     clip_coef_MB = factors(function, norm_MB, thresholds)
     sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
     # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
-    return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else ~(norm_MB < torch.inf))
+    return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else sum_weight_MB == 0)
 
 
 _kept_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not lru_cache: dynamo warns about it

@@ -40,9 +40,13 @@ def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
 def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
     """Largest factors [B] that surely scale norms `norm_B` to at most `threshold`; >= 0, or NaN."""
     # Records measure no norm below `tiny`; it keeps 0 and -0.0 out of the divisor.
-    tiny = float(xp.finfo(norm_B.dtype).tiny)
-    radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
-    quotient_B = radius_B / xp.maximum(norm_B, constant(xp, tiny, norm_B))
+    tiny = constant(xp, float(xp.finfo(norm_B.dtype).tiny), norm_B)
+    return _quotient(xp, threshold, xp.maximum(norm_B, tiny))
+
+
+def _quotient(xp: Any, threshold: float, divisor_B: Any) -> Any:
+    """Return a lower bound [B] of threshold / divisor, as real numbers, for divisors > 0; >= 0, or NaN."""
+    quotient_B = constant(xp, _at_most(threshold, divisor_B.dtype), divisor_B) / divisor_B
     # Division rounds by at most half a step, so one step towards zero gives a lower bound (0 for an infinite norm).
     # zeros_like: nextafter takes no scalar of the CPU on another device.
     return xp.nextafter(quotient_B, xp.zeros_like(quotient_B))
@@ -74,8 +78,9 @@ class AutomaticClipping:
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
-        radius_B = constant(xp, _at_most(threshold, norm_B.dtype), norm_B)
-        return _bounded(xp, radius_B / (norm_B + self.stability), norm_B, threshold)
+        # The rounded sum is at least the norm, so this quotient keeps the guarantee. The smallest numbers may round to 0.
+        stability = max(self.stability, float(xp.finfo(norm_B.dtype).tiny))
+        return xp.fmax(_quotient(xp, threshold, norm_B + stability), constant(xp, 0, norm_B))
 
 
 @dataclass(frozen=True, slots=True)

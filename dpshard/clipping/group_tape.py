@@ -274,10 +274,11 @@ class GroupTape:
         while waiting and self._offload is not None:
             source, away = waiting.pop(0)  # its memory is free after its sum
             record, differs = self._offload.fetch(away)
-            dead_B = nonfinite_B
+            dead_B, own_B = nonfinite_B, weight_B
             if differs is not None:  # the norms are not those of these bits
                 dead_B = differs.expand_as(weight_B) if dead_B is None else dead_B | differs
-            self._add_sum(name, source, record, weight_B, dead_B)
+                own_B = weight_B.masked_fill(dead_B, 0)
+            self._add_sum(name, source, record, own_B, dead_B)
 
     def sum_all(self) -> None:
         """Add the clipped sums of all records, and drop them."""
@@ -286,7 +287,7 @@ class GroupTape:
         self._sum_bundles()
 
     def _add_sum(self, name: str, source: Source, record: Record, weight_B: Tensor, dead_B: Tensor | None) -> None:
-        """Add the clipped sum of a record without the samples of the mask [B]."""
+        """Add the clipped sum of a record without the samples of the mask [B], whose weights are 0."""
         part = (record if dead_B is None else record.without(dead_B)).clipped_sum(weight_B)
         if source.label != name:
             part = pull_back(source, part, self.roots.placeholder(name))[name]

@@ -100,7 +100,9 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """Return a record without `nonfinite_B` (bool [B]), whose weights are 0 in later clipped sums."""
+        if triton.supports_product(self.rows, self.cols):
+            return self  # the kernel reads no sample of weight 0
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 

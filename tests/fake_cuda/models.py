@@ -6,7 +6,7 @@ from torch import nn
 
 from dpshard.applications.transformer import GPT, Block
 
-ROWS, LENGTH, VOCABULARY, CLASSES = 7, 32, 64, 10
+ROWS, LENGTH, LONG, VOCABULARY, CLASSES = 7, 32, 1024, 64, 10
 
 
 class Images(nn.Module):
@@ -56,13 +56,19 @@ def gpt(depth=2):
     return GPT(VOCABULARY, LENGTH, 64, depth, lambda: Block(64, 4, causal=True))
 
 
-MODELS = {"gpt": gpt, "images": Images, "recurrent": Recurrent, "encoder": Encoder, "bags": Bags}
+def wide(depth=2):
+    """Return a GPT whose products are too large to wait for others."""
+    return GPT(VOCABULARY, LONG, 1024, depth, lambda: Block(1024, 4, causal=True))
+
+
+MODELS = {"gpt": gpt, "wide": wide, "images": Images, "recurrent": Recurrent, "encoder": Encoder, "bags": Bags}
 
 
 def data(model):
     """Seven rows of inputs and targets."""
-    x = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % VOCABULARY
-    if model == "gpt":
+    length = LONG if model == "wide" else LENGTH
+    x = torch.arange(ROWS * length).view(ROWS, length) % VOCABULARY
+    if model in ("gpt", "wide"):
         return x, x
     x = {"images": torch.rand(ROWS, 3, 8, 8), "recurrent": x[:, :8]}.get(model, x)
     return x, torch.arange(ROWS) % CLASSES

@@ -26,11 +26,13 @@ def main(library, *cases):
 
 def steps(name, style, mode, precision, depth=None, offload=None):
     import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+    from dpshard.clipping import stacks
     from tests.fake_cuda import models
     from tests.fake_cuda.counting import Counts
 
+    stacks.Tensor = FakeTensor  # uses of other subclasses are recorded one by one
     counts, dataset = Counts(), torch.utils.data.TensorDataset(*models.data(name))
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.autograd.set_multithreading_enabled(False), fake, counts, counts.on_lists():

@@ -40,7 +40,10 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dpshard::weighted_sum", mutates_args=())
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
-    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B]."""
+    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
+
+    Leaves out samples with factor 0, whatever their gradient: NaN, too.
+    """
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):

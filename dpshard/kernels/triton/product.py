@@ -110,7 +110,8 @@ def _weighted_sum(
 ):
     """Write one tile of the weighted sum over samples, of one group.
 
-    The factor multiplies float32 sums: half-precision rows would round it.
+    The factor multiplies float32 sums: half-precision rows would round it. A sample with factor 0 is left out, because
+    0 * NaN is NaN.
     """
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
@@ -122,8 +123,10 @@ def _weighted_sum(
     y = cols + g * cols_g
     out = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
     for b in range(B):
-        tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
-        out += tile * tl.load(factors + b)
+        factor = tl.load(factors + b)
+        if factor != 0:
+            tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
+            out += tile * factor
         x += rows_b
         y += cols_b
     place = total + g * R * C + r[:, None] * C + c[None, :]

@@ -61,6 +61,10 @@ def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str
     weights = factors.double()
     total, total_size = (torch.einsum("b,bgrc->grc", weights, x) for x in (gradients, sizes))
     yield "weighted_sum", operators.weighted_sum(rows, cols, factors), total, total_size
+    factors, rows = factors.clone(), rows.clone()
+    factors[0], rows[0] = 0, torch.nan
+    rest, rest_size = (torch.einsum("b,bgrc->grc", weights[1:], x[1:]) for x in (gradients, sizes))
+    yield "weighted_sum", operators.weighted_sum(rows, cols, factors), rest, rest_size
 
 
 def _is_near(found: Tensor, expected: Tensor, scale: Tensor | float) -> bool:

@@ -49,6 +49,9 @@ def check(rows, cols):
     factors = torch.rand(len(rows), device=DEVICE)
     total = torch.einsum("b,bgrc->grc", factors.double(), gradients)
     assert_close(triton.weighted_sum(rows, cols, factors).double(), total, rtol=0.0, atol=1e-6 * largest * len(rows))
+    factors[0], rows = 0, rows.index_fill(0, torch.zeros(1, dtype=torch.long, device=DEVICE), torch.nan)
+    rest = torch.einsum("b,bgrc->grc", factors[1:].double(), gradients[1:])
+    assert_close(triton.weighted_sum(rows, cols, factors).double(), rest, rtol=0.0, atol=1e-6 * largest * len(rows))
     for result in (ghost_norm_sq, ghost_scale, kept, squares):
         assert result.dtype == torch.float32
 
