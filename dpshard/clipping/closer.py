@@ -27,6 +27,7 @@ class Closer:
         self.closed: set[int] = set()
         """Groups with coefficients, in one pass: they take no more records."""
         self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
+        self._complete: dict[int, list[int]] = {}  # groups that wait for others to close with, by anchor
         self._streams: dict[int, set[object]] = {}  # of the arrivals at shared anchors, on an accelerator
         self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
         self._spanning: dict[int, Measured] = {}  # groups that wait for norms of other ranks
@@ -67,9 +68,9 @@ class Closer:
         if scheme.shared:
             holding = [index for index in indices if self.groups[index].entries or self.groups[index].small]
             if stacks.nbytes > scheme.waiting:
-                self._close_complete(scheme.groups_at[anchor])
+                self._close_complete(scheme.groups_at[anchor], most=None)
             elif holding:
-                self._close_complete(holding)
+                self._close_complete(holding, most=scheme.complete)
         return True
 
     def close_complete(self, names: Sequence[str]) -> None:
@@ -78,18 +79,28 @@ class Closer:
         They have records of their own, so they do not wait for others; see [Note: Shared anchors].
         """
         if self._scheme.shared:
-            self._close_complete({self._scheme.group_of[name].index for name in names})
+            self._close_complete({self._scheme.group_of[name].index for name in names}, most=self._scheme.complete)
 
-    def _close_complete(self, indices: Collection[int]) -> None:
-        """Close those of some groups that have all their records, before their anchor runs, if they share one."""
+    def _close_complete(self, indices: Collection[int], *, most: int | None) -> None:
+        """Close those of some groups that have all their records, before their anchor runs, if they share one.
+
+        They wait for others while the records of all complete groups of the anchor are `most` bytes at most; None: at
+        once.
+        """
         ready: dict[int, list[int]] = {}
         for index in sorted(indices):
             anchor, group = self._scheme.shared.get(index), self.groups.get(index)
             if anchor is not None and group is not None and group.missing == 0 and index not in self.closed:
                 ready.setdefault(anchor, []).append(index)
         for anchor, some in ready.items():
-            if len(self._streams.get(anchor, ())) <= 1:  # only the anchor waits for all streams
-                self._close_early(anchor, some)
+            if len(self._streams.get(anchor, ())) > 1:
+                continue  # only the anchor waits for all streams
+            waiting = self._complete.pop(anchor, [])
+            waiting += [index for index in some if index not in waiting]
+            if most is None or sum(self.groups[index].nbytes for index in waiting) > most:
+                self._close_early(anchor, waiting)
+            else:
+                self._complete[anchor] = waiting
 
     def _close_early(self, anchor: int, indices: Sequence[int]) -> None:
         self.closed.update(indices)  # also if this fails: what is left would get a norm of its own
@@ -115,6 +126,7 @@ class Closer:
         """Close the groups of an anchor that have records, in one pass, so that `take` works."""
         stacks = self._stacks_of(anchor, None)
         self._streams.pop(anchor, None)
+        self._complete.pop(anchor, None)
         open_groups = (i for i in self._scheme.groups_at[anchor] if i in self.groups and i not in self.closed)
         indices = [i for i in open_groups if self.groups[i].has_arrived]
         self.closed.update(indices)
@@ -140,8 +152,8 @@ class Closer:
             for index in indices:
                 parts.meet(index)
             scale_B = parts.gather_samples(scale_B) if isinstance(scale_B, Tensor) else scale_B
-        squares = {m: self.groups[index].norm_sq(keep=keep) for m, index in enumerate(indices)}
-        own = {m: norm_sq_B for m, norm_sq_B in squares.items() if norm_sq_B is not None}
+        squares = {m: self.groups[index].squares(keep=keep) for m, index in enumerate(indices)}
+        own = {m: parts for m, parts in squares.items() if parts}
         place = {index: m for m, index in enumerate(indices)}
         rows = [[place[index] for index in stack.groups] for stack in stacks]
         stacked = [*zip(rows, [stack.measured(self._scheme.execution) for stack in stacks], strict=True)]

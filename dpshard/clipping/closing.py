@@ -73,19 +73,25 @@ class Clipped:
 
 
 def squared_norms(
-    groups: int, own: Mapping[int, Tensor], stacked: Sequence[tuple[Sequence[int], Tensor]]
+    groups: int, own: Mapping[int, Sequence[Tensor]], stacked: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Tensor | None:
-    """Return the squared norms [M, B] of M `groups`, from their `own` [B] and stacks of [n, B] with the groups of each.
+    """Return the squared norms [M, B] of M `groups`: sums of their `own` [B], and of rows of stacks [n, B].
+
+    `stacked`: the group of each row, and the rows.
 
     None without any.
     """
     if groups == 1:
-        parts = [*own.values(), *(norm_sq_nB.sum(0) for _, norm_sq_nB in stacked)]
+        parts = [
+            *(norm_sq_B for some in own.values() for norm_sq_B in some),
+            *(norm_sq_nB.sum(0) for _, norm_sq_nB in stacked),
+        ]
         return total(parts)[None] if parts else None
-    rows = [*own, *(m for some, _ in stacked for m in some)]
+    rows = [*(m for m, parts in own.items() for _ in parts), *(m for some, _ in stacked for m in some)]
     if not rows:
         return None
-    parts = [*(norm_sq_B[None] for norm_sq_B in own.values()), *(norm_sq_nB for _, norm_sq_nB in stacked)]
+    singles = [norm_sq_B[None] for some in own.values() for norm_sq_B in some]
+    parts = [*singles, *(norm_sq_nB for _, norm_sq_nB in stacked)]
     widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     joined = torch.cat([part.to(widest) for part in parts])
     return add_rows(joined, _places(tuple(rows), joined), groups)

@@ -78,7 +78,7 @@ class AutomaticClipping:
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
-        # The rounded sum is at least the norm, so this quotient keeps the guarantee. The smallest numbers may round to 0.
+        # The rounded sum is at least the norm, so this quotient keeps the guarantee. Numbers below `tiny` may become 0.
         stability = max(self.stability, float(xp.finfo(norm_B.dtype).tiny))
         return xp.fmax(_quotient(xp, threshold, norm_B + stability), constant(xp, 0, norm_B))
 

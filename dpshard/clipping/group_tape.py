@@ -27,7 +27,7 @@ from dpshard.records import (
     pays_to_join,
 )
 from dpshard.records.host import total
-from dpshard.records.written import changed, versions
+from dpshard.records.written import changed, nbytes_of, versions
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -113,6 +113,12 @@ class GroupTape:
         """True if any use had a gradient."""
         return bool(self._arrived)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the records on their device."""
+        entries = (record for some in self.entries.values() for _, record in some)
+        return sum(map(nbytes_of, (*entries, *self.small.values())))
+
     def add(self, name: str, source: Source, record: Record) -> None:
         """Take a record of a parameter."""
         self.entries.setdefault(name, []).append((source, record))
@@ -179,8 +185,8 @@ class GroupTape:
         first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
         return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
 
-    def norm_sq(self, *, keep: bool) -> Tensor | None:
-        """Measure the rest, and return the squared norms [B] of the group; None without any gradient."""
+    def squares(self, *, keep: bool) -> list[Tensor]:
+        """Measure the rest, and return squared norms [B] that add up to those of the group; none without a gradient."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         small, self.small = self.small, {}
@@ -190,10 +196,7 @@ class GroupTape:
             for cut in (True, False):
                 self._measure_small({name: r for name, r in small.items() if self._is_cut(name) == cut}, keep=keep)
             self._complete(self.roots.parts)
-        if not self._norm_sq:
-            return None
-        self._norm_sq = [total(self._norm_sq)]
-        return self._norm_sq[0]
+        return self._norm_sq
 
     def _measure_small(self, small: dict[str, Small], *, keep: bool) -> None:
         if not pays_to_join(small):

@@ -6,7 +6,8 @@ clipped sums are `WAITING` bytes at most. A group waits for other groups if all 
 Uses with equal recipes]). When the anchor runs, or `WAITING` bytes wait, all of them close together. Any other group
 closes as soon as its last record arrives. So its records are freed as early as by its own anchor. Only its clipped sums
 wait for the anchor. A constant bounds the memory of what waits. A group that backward reaches in part waits for its
-anchor.
+anchor. On a GPU, complete groups wait for each other while their records are `COMPLETE` bytes at most: the launches
+from norms to clip coefficients serve all that close together.
 Some groups each keep an anchor: ranks that hold parts of a model must meet in each group, in one order; offloaded
 records are fetched group by group; and sums of a group that spans stages wait for norms of other ranks.
 """
@@ -30,8 +31,12 @@ from dpshard.config import Execution
 from dpshard.records import accum_dtype
 from dpshard.rules.call import Source
 
-WAITING = 2**25
-"""Bytes of clipped sums, and of small records, that may wait for a shared anchor (32 MiB, of each)."""
+WAITING = {"cpu": 2**25, "cuda": 2**27}
+"""Bytes of clipped sums, and of small records, that may wait for a shared anchor, by device (32 and 128 MiB, of each).
+"""
+
+COMPLETE = {"cpu": 0, "cuda": 2**27}
+"""Bytes of the records of complete groups that may wait for a shared anchor (128 MiB)."""
 
 
 class Sink(Protocol):
@@ -66,7 +71,8 @@ class Scheme:
         """Numbers of the groups with parameters on other ranks: after backward, their owner calls `clip_spanning`."""
         self.groups = groups
         """Groups with the thresholds of the logical batch in progress."""
-        self.waiting = WAITING
+        kind = next((x.device.type for x in roots.values.values()), "cpu")
+        self.waiting, self.complete = (most.get(kind, most["cpu"]) for most in (WAITING, COMPLETE))
         self.group_of = {name: group for group in groups for name in group.names}
         self.sources = {name: roots.source(name) for name in roots.shapes}
         self.anchors = [tuple(names) for names in self._anchors(at_once=at_once)]

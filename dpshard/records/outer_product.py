@@ -50,13 +50,13 @@ class OuterProduct:
             return self._floored(self.instantiated()[1])
         B, G, T, _ = self.rows.shape
         if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
-            return gram_bound(*triton.ghost_norm_sq(self.rows, self.cols)).sum(1)
+            return _total(gram_bound(*triton.ghost_norm_sq(self.rows, self.cols)))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
             return (norms(rows, 2) * norms(cols, 2)).square().sum(1) + hidden(G, rows.dtype)
         if native.supports_ghost_norm(rows.device, rows.dtype):
             return native.floored_ghost_norm_sq(rows, cols, relative_floor(rows.dtype))
-        return gram_bound(*_ghost_norm_sq(rows, cols)).sum(1)
+        return _total(gram_bound(*_ghost_norm_sq(rows, cols)))
 
     def _floored(self, norm_sq_B: Tensor) -> Tensor:
         dims = 1 if self.rows.shape[1] == 1 else 2  # groups round on their own
@@ -117,6 +117,11 @@ def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *
     rounding = relative_floor(accum_dtype(rows)) * overlap
     floor = (norms(rows, dims) * rounding * norms(cols, dims)).square()
     return torch.maximum(norm_sq, floor if dims == 1 else floor.sum(1))
+
+
+def _total(x: Tensor) -> Tensor:
+    """Return the sum [B] of numbers of groups [B, G], without a launch for one group."""
+    return x[:, 0] if x.shape[1] == 1 else x.sum(1)
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:

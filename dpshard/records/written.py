@@ -1,4 +1,4 @@
-"""Detect writes to a record's tensors before its group was clipped."""
+"""The tensors of a record: their bytes, and writes to them before its group was clipped."""
 
 from __future__ import annotations
 
@@ -9,20 +9,25 @@ from torch import Tensor
 from dpshard.errors import LogicalBatchError
 from dpshard.records.record import Record
 
-_tensors: dict[type[Record], list[str]] = {}
+_names: dict[type[Record], list[str]] = {}
 
 
 def versions(record: Record) -> int:
     """Return the sum of the versions of a record's tensors; every write that torch counts raises it."""
+    return sum([x._version for x in _tensors_of(record)])
+
+
+def nbytes_of(record: Record) -> int:
+    """Return the bytes of a record's tensors."""
+    return sum([x.nbytes for x in _tensors_of(record)])
+
+
+def _tensors_of(record: Record) -> list[Tensor]:
     kind = type(record)
-    if kind not in _tensors:
-        _tensors[kind] = [field.name for field in fields(kind)]
-    total = 0
-    for name in _tensors[kind]:
-        x = getattr(record, name)
-        if isinstance(x, Tensor):
-            total += x._version
-    return total
+    if kind not in _names:
+        _names[kind] = [field.name for field in fields(kind)]
+    found = (getattr(record, name) for name in _names[kind])
+    return [x for x in found if isinstance(x, Tensor)]
 
 
 def changed(name: str, *, measured: bool = True) -> LogicalBatchError:

@@ -24,6 +24,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import PrivacyEngine, QuantileTracking
+from dpshard.clipping import scheme
 from dpshard.clipping.groups import ClippingGroup, sensitivity
 from dpshard.clipping.metrics import BatchMetrics
 from dpshard.clipping.thresholds import TrackedThresholds
@@ -423,7 +424,7 @@ class Broken(nn.Tanh):
 @pytest.mark.parametrize("failure", ["in a layer", "before the first sum is delivered"])
 def test_a_backward_that_failed_does_not_count_twice(failure, monkeypatch):
     """Backward fails after the norms of a layer are known; the batch is drawn again, and its samples count once."""
-    monkeypatch.setattr("dpshard.clipping.scheme.WAITING", 0)  # layers so small would wait for each other
+    monkeypatch.setitem(scheme.WAITING, "cpu", 0)  # layers so small would wait for each other
     model = network()
     if failure == "in a layer":
         model[1] = Broken()

@@ -44,10 +44,12 @@ class Waits:
 
     def __init__(self, monkeypatch):
         self.early, self.late, self.most = [], [], 0
+        self.together = []  # groups that closed early with each other
         close_early, close, join = Closer._close_early, Closer.close, Closer.joins_others
 
         def closing_early(tape, anchor, indices):
             self.early += indices
+            self.together.append([*indices])
             close_early(tape, anchor, indices)
 
         def closing(tape, anchor):
@@ -75,7 +77,7 @@ def waits(monkeypatch):
 def test_groups_that_close_early_are_exact(style, compiled, waits, monkeypatch):
     """Two blocks share an anchor, and their records exceed what may wait."""
     torch._dynamo.reset()
-    monkeypatch.setattr(scheme, "WAITING", 1000)
+    monkeypatch.setitem(scheme.WAITING, "cpu", 1000)
     blocks = [nn.Sequential(nn.LayerNorm(D), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D)) for _ in range(6)]
     model = Blocks().double()
     model.blocks = nn.ModuleList(blocks).double()
@@ -145,12 +147,30 @@ def test_a_group_with_large_records_closes_with_its_last_one(reverse, waits, mon
     assert closed == [(2, [2]), (1, [1, 2])]
 
 
+LARGE = B * 1024 * D * 8
+"""Bytes of the per-sample gradients of a large layer's weight."""
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("most", "together"), [(0, [1] * 6), (3 * LARGE, [3, 3]), (2 * LARGE, [2] * 3), (100 * LARGE, [])]
+)
+def test_complete_groups_wait_for_each_other(reverse, most, together, waits, monkeypatch):
+    """Nine groups; LayerNorms have small records."""
+    monkeypatch.setitem(scheme.COMPLETE, "cpu", most)
+    model, x = Wide(reverse).double(), randn(B, 64, D)
+    update = private_step(model, (x,), ramp_loss, clipping_style="layer-wise", **OPTIONS)
+    assert relative_error(update, of_layers(model, x)) <= TOLERANCE
+    assert [*map(len, waits.together)] == together
+    assert sorted(waits.early + waits.late) == [*range(9)]
+
+
 class Towers(nn.Module):
-    def __init__(self):
+    def __init__(self, width=D):
         super().__init__()
         torch.manual_seed(0)
-        self.one = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
-        self.two = nn.Sequential(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
+        self.one = nn.Sequential(nn.Linear(D, width), nn.Tanh(), nn.Linear(width, D))
+        self.two = nn.Sequential(nn.Linear(D, 2 * width), nn.Tanh(), nn.Linear(2 * width, D))
 
     def forward(self, x):
         return self.one(x), self.two(x)
@@ -161,9 +181,9 @@ def of_towers(output):
     return ramp_loss(one) + ramp_loss(two.cos())
 
 
-def in_two_backwards(style):
+def in_two_backwards(style, width=D):
     """Return the update of two backwards, one a tower, and the model and data."""
-    model, x = Towers().double(), randn(B, D)
+    model, x = Towers(width).double(), randn(B, D)
     engine = noise_free_engine(model, batch_size=B, clipping_style=style, **OPTIONS)
     try:
         one, two = model(x)
@@ -177,14 +197,20 @@ def in_two_backwards(style):
 
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
-def test_two_backwards_reach_groups_of_one_anchor(waits):
-    """The anchor runs twice; the first time without the groups of the second backward."""
-    model, x, update = in_two_backwards("layer-wise")
+@pytest.mark.parametrize("width", [D, 4096])
+def test_two_backwards_reach_groups_of_one_anchor(width, waits, monkeypatch):
+    """The anchor runs twice; the first time without the groups of the second backward.
+
+    Of wide towers, the complete groups of the first wait for the anchor, and those of the second are too large.
+    """
+    monkeypatch.setitem(scheme.COMPLETE, "cpu", 5 * B * width * 8)
+    model, x, update = in_two_backwards("layer-wise", width)
     names = [name for name, _ in model.named_parameters()]
     groups = [names[i : i + 2] for i in range(0, len(names), 2)]
     expected = clipped_mean(per_sample_gradients(model, (x,), of_towers), max_grad_norm=R, batch_size=B, groups=groups)
     assert relative_error(update, expected) <= TOLERANCE
-    assert sorted(waits.late) == [0, 1, 2, 3]
+    assert sorted(waits.early) == ([] if width == D else [2, 3])
+    assert sorted(waits.early + waits.late) == [0, 1, 2, 3]
 
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
@@ -227,30 +253,39 @@ def test_a_forward_within_backward_counts_no_sample(place, backward):
 class Branches(nn.Module):
     """Sum of branches, which all get one gradient tensor; autograd reaches `last` first."""
 
-    def __init__(self, hook):
+    def __init__(self, hook, width=D):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last, self.hook = nn.Linear(D, D), nn.Linear(D, D), hook
+        self.first, self.last, self.hook = nn.Linear(width, D), nn.Linear(width, D), hook
 
     def forward(self, x):
         first = self.first(x)
-        middle = x.detach().requires_grad_().tanh()
+        middle = x[:, :D].detach().requires_grad_().tanh()
         middle.register_hook(self.hook)
         return (first + middle + self.last(x)).tanh()
 
 
-def written(hook):
-    return private_step(
-        Branches(hook).double(), (randn(2, D),), ramp_loss, clipping_style="layer-wise", max_grad_norm=0.1, verify=False
-    )
+def written(hook, width=D):
+    model = Branches(hook, width).double()
+    options = {"clipping_style": "layer-wise", "max_grad_norm": 0.1, "verify": False}
+    return private_step(model, (randn(2, width),), ramp_loss, **options)
 
 
 def test_a_gradient_written_while_its_group_waits_is_refused(monkeypatch):
     assert norm(written(lambda g: g * 1000.0)) <= 0.1 * (1 + 1e-9)
     with pytest.raises(LogicalBatchError, match=r"last\.weight was used with was changed in place .* while it waited"):
         written(lambda g: g.mul_(1000.0))
-    monkeypatch.setattr(scheme, "WAITING", 0)  # `last` closes before the hook runs
+    monkeypatch.setitem(scheme.WAITING, "cpu", 0)  # `last` closes before the hook runs
     assert norm(written(lambda g: g.mul_(1000.0))) <= 0.1 * (1 + 1e-9)
+
+
+def test_a_gradient_written_while_its_complete_group_waits_is_refused(monkeypatch):
+    """Of layers too large to wait as uses."""
+    assert norm(written(lambda g: g.mul_(1000.0), 4096)) <= 0.1 * (1 + 1e-9)  # `last` closes before the hook runs
+    monkeypatch.setitem(scheme.COMPLETE, "cpu", 2**30)
+    assert norm(written(lambda g: g * 1000.0, 4096)) <= 0.1 * (1 + 1e-9)
+    with pytest.raises(LogicalBatchError, match=r"last\.weight was used with was changed in place .* after its norm"):
+        written(lambda g: g.mul_(1000.0), 4096)
 
 
 # --- which groups share an anchor -------------------------------------------------------------------------------------
@@ -280,7 +315,7 @@ def anchors_of(devices, *, spanning=frozenset(), mode="bk", **options):
     ],
 )
 def test_consecutive_groups_share_an_anchor(expected, arguments, monkeypatch):
-    monkeypatch.setattr(scheme, "WAITING", 3 * 32)
+    monkeypatch.setitem(scheme.WAITING, "cpu", 3 * 32)
     assert anchors_of(["cpu"] * 7, **arguments)[0] == expected
 
 

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard.backends.checksums import checksum
+from dpshard.clipping import scheme
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError, VerificationError
 from tests import accelerator
 from tests.engine.script import UNWARNED, D, P, backward, data, engine_on, gradients, mlp, values
@@ -205,7 +206,7 @@ def test_a_change_between_two_backwards_is_refused_at_the_release_at_the_latest(
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_a_module_hook_that_writes_to_gradients_within_a_backward_is_refused(again, everywhere, monkeypatch):
     """It writes through `.data`, which torch does not count, after the next layer has its gradient."""
-    monkeypatch.setattr("dpshard.clipping.scheme.WAITING", 0)  # layers so small would get theirs after the hook
+    monkeypatch.setitem(scheme.WAITING, "cpu", 0)  # layers so small would get theirs after the hook
     model = mlp()
     engine_on(model, clipping_style="layer-wise", verify=False)
     if again:
