@@ -83,9 +83,9 @@ class PrivacyEngine:
         clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
         accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
         loss_reduction: How the loss reduces the rows of the micro-batch: "mean" or "sum".
-        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), adjacent in the model's input. All
-            sizes count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of one
-            unit, never of two.
+        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), adjacent in the input. All sizes
+            count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of one unit,
+            never of two.
         adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
             norms, starting at `max_grad_norm`. Needs `engine.batches`.
         max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
@@ -96,14 +96,14 @@ class PrivacyEngine:
             Otherwise the device's generator draws it.
         noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
             accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
-        sampling: "poisson"; "balls-in-bins": each sample is in one random step of each epoch; "fixed-order": each
-            sample comes once an epoch in one order, also from a stream or your own loop; or "cyclic-poisson": groups
-            take turns, with BandMF. All but "poisson" need one int as batch_size. The last two and correlated noise
-            need fixed thresholds.
+        sampling: "poisson": each sample by a coin. "balls-in-bins": once an epoch, in a random step. "fixed-order":
+            once an epoch, in one order, also from a stream or your own loop. "cyclic-poisson": groups take turns, with
+            BandMF. All but "poisson" need one int as batch_size. The last two and correlated noise need fixed
+            thresholds.
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
             noise. With "fixed-order", "balls-in-bins" or "cyclic-poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
-            changes of the model.
+            the model changes.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
         earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics.
@@ -273,7 +273,7 @@ class PrivacyEngine:
         """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
         Keys are loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
-        gradient_snr, clipped_sum_norm, grad_norm/GROUP (mean) and grad_norm_max/GROUP. gradient_snr is the norm of the
+        gradient_snr, clipped_sum_norm, grad_norm/GROUP (mean) and grad_norm_max/GROUP. gradient_snr: norm of the
         clipped sum over the expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
         """
         return self._metrics.summary()
@@ -336,7 +336,7 @@ class PrivacyEngine:
         return self._secret, range(self.step, self.steps if steps is None else self.step + steps)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
-        """Return a block in which the model gets packed rows [R, T] with these units; for loops that feed their own.
+        """Return a block in which your own loop feeds packed rows [R, T] with these units.
 
         Forwards and `verify` belong in it. `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for
         padding; `dpshard.packed_unit_ids` makes it of position_ids or cu_seqlens.

@@ -1,4 +1,4 @@
-"""Pages keep to short sentences, without the phrases that CONTRIBUTING.md rules out; the README fits on a page."""
+"""Pages and docstrings keep to short sentences, pages without the phrases that CONTRIBUTING.md rules out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose import LIMIT, PAGES, ROOT, sentences, words
+from tests.prose import FILES, GOAL, LIMIT, PAGES, ROOT, docstrings, of_docstrings, sentences, words
+
+ABOVE_GOAL = 290
+"""Sentences of docstrings above the goal; lower it when they are fewer."""
 
 BANNED = re.compile(
     r"""\b(?:
@@ -34,6 +37,21 @@ def test_long_and_banned_sentences_are_seen() -> None:
     counts = [(line, words(sentence)) for line, sentence in sentences(page)]
     assert counts == [(3, 1), (3, LIMIT + 1), (4, LIMIT + 1), (4, 5), (12, 4)]
     assert [line for line, sentence in sentences(page) if BANNED.search(sentence)] == [4]
+
+
+def test_sentences_of_docstrings_are_short() -> None:
+    found = [(file, line, words(text), text) for file in FILES for line, text in of_docstrings(file)]
+    assert len(found) > 6000
+    assert not [(f"{file.relative_to(ROOT)}:{line}", text) for file, line, count, text in found if count > LIMIT]
+    assert sum(count > GOAL for _, _, count, _ in found) <= ABOVE_GOAL
+
+
+def test_docstrings_are_found_without_tables_and_headings() -> None:
+    source = '"""First.\n\n[Note: A heading]\nSee [Note: A heading].\na    b c d\n"""\nx = 1\n"""Of x."""\n'
+    assert [(line, text.split()) for line, text in docstrings(source)] == [
+        (1, ["First.", "See", "note."]),
+        (8, ["Of", "x."]),
+    ]
 
 
 def test_the_readme_is_one_page() -> None:

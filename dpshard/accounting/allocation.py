@@ -6,11 +6,11 @@ sample with one that contributes zero, its neighbour; fix the steps of all other
 sample would contribute at step t; it may depend on all earlier releases. Take units of R, and noise of standard
 deviation sigma. Draw x from Q = N(0, sigma^2 I_T), or from P, which adds 1 to coordinate I. Release s_t + g_t x_t + e_t
 at step t, with e_t ~ N(0, sigma^2 (1 - g_t g_t^T)). Given the past, this is N(s_t, sigma^2) under Q, and under P it is
-N(s_t + g_t, sigma^2) at step I. So the releases are one randomised function of x: the pair (P, Q) dominates both
-directions, for adaptive g_t and s_t as well, and for every allocation of the others, hence for their mixture. (Feldman
-and Shenfeld 2025, arXiv:2502.08202, and Chua et al. 2024, arXiv:2412.16802, have the same pair.) Epochs draw
-independently, so they compose. The first n steps of an epoch are a part of its releases, whose pair adds 1 to
-coordinate I if I < n.
+N(s_t + g_t, sigma^2) at step I. So the releases are one randomised function of x, and the pair (P, Q) dominates both
+directions. This holds for adaptive g_t and s_t as well. It holds for every allocation of the others, hence for their
+mixture. (Feldman and Shenfeld 2025, arXiv:2502.08202, and Chua et al. 2024, arXiv:2412.16802, have the same pair.)
+Epochs draw independently, so they compose. The first n steps of an epoch are a part of its releases, whose pair adds 1
+to coordinate I if I < n.
 
 [Note: Convex order]
 Let A = dP/dQ. Both hockey sticks are means under Q of convex functions of A, (A - e^eps)+ and (1 - e^eps A)+. Under Q,
@@ -20,8 +20,8 @@ adding independent variables. So grids give a pair (P', Q') that dominates (P, Q
 variables on grids give the distribution of A. Grids are uniform in log A, and no finer than A is spread.
 
 Masses are kept under Q and under P, where the mass of a value a is a times that under Q. Mass that is cut off counts as
-an infinite loss: at most TAIL at each end of each grid, and less than 8 T TAIL in all, as A is a sum over a tree of 2 T
-nodes. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
+an infinite loss: at most TAIL at each end of each grid. A is a sum over a tree of 2 T nodes, so this is less than 8 T
+TAIL in all. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
 """
 
 from __future__ import annotations

@@ -15,14 +15,14 @@ every whole order a:
   |v|^2 / (2 s^2)), exactly as for Gaussian noise: the remaining factor is the sum of exp(-|y - l v|^2 / (2 s^2)) over
   Z^d, and l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
 - D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, prove for densities. The map
-  y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs: with u = 1 - q + q r and w = 1 - q + q / r,
-  the claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 -
-  b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r), for two intervals of one length D = u - 1 = r - r
-  w. The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t), which does not fall with t, as
-  b >= 1; and t is larger for the lower interval.
+  y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs. Let u = 1 - q + q r and w = 1 - q + q / r.
+  The claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 -
+  b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w.
+  The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, as b >= 1,
+  and t is larger for the lower interval.
 So at whole orders the Renyi divergences are at most those of the sampled Gaussian, which dp-accounting computes.
-Nothing is claimed of other orders ((a - 1) D_a is convex in a, but chords between whole orders never give a lower
-epsilon), nor of privacy loss distributions: discrete noise differs between directions.
+Nothing is claimed of other orders: (a - 1) D_a is convex in a, but chords between whole orders never give a lower
+epsilon. Nor is anything claimed of privacy loss distributions: discrete noise differs between directions.
 """
 
 from __future__ import annotations
@@ -257,8 +257,8 @@ def _exact_epsilon(counts: Counts, delta: float) -> float | None:
 def _merged(counts: Counts) -> Counts:
     """Return `counts`; if more than MAX_DISTINCT are plain, with their probabilities rounded up to a grid.
 
-    This never under-states epsilon: sampling at q is sampling at q' > q with part of the batch dropped, so by joint
-    convexity no hockey-stick divergence is larger. (A cap breaks the argument.)
+    This never under-states epsilon: sampling at q is sampling at q' > q with part of the batch dropped. So no
+    hockey-stick divergence is larger, by joint convexity. (A cap breaks the argument.)
     """
     mergeable = {release for release, _ in counts if release.max_batch_size is None and not release.allocated_steps}
     if len(mergeable) <= MAX_DISTINCT:
@@ -275,8 +275,8 @@ def _merged(counts: Counts) -> Counts:
 def _interval(counts: Counts, delta: float) -> float | None:
     """Return the grid interval of the privacy losses; None if epsilon is beyond LARGEST_LOSS.
 
-    Any grid gives an upper bound. Measured against a ten times finer grid, epsilon is within 1% if the interval is at
-    most a fifth of the standard deviation of one step's loss. Below 1e-5, float rounding outweighs the gain.
+    Any grid gives an upper bound. Take an interval of at most a fifth of the standard deviation of one step's loss.
+    Then epsilon is within 1% of that of a ten times finer grid. Below 1e-5, float rounding outweighs the gain.
     """
     simulated = tuple((release, count) for release, count in counts if release.overlaps)
     if simulated:

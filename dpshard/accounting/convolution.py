@@ -11,12 +11,12 @@ than delta. So tilt first: with q_j = p_j exp(t j - c), and c chosen so that q s
 exactly, for every t. At a good t the masses q* are largest where x is near epsilon, and rounding is small relative to
 delta. Any t >= 0 gives a bound. Let L = 2^k be the length of the transforms, u = 2^-53, a = 12 k u, and w_J >= 0 the
 factor of q*_J in delta. What the computed delta lacks at most:
-- Transforms. A frequency f of q is a sum of L terms, each rounded in k levels: an addition, u, and a multiplication by
-  a twiddle factor, sqrt(5) u for the product and 4 u for the factor. So f errs by at most a (sum of q). The product
-  of powers f^n then errs by prod (|f| + a)^n times the sum of n a / (|f| + a), and its N complex multiplications (by
-  repeated squaring) by sqrt(5) u N more. The inverse transform errs by a of the 2-norm (Higham 2002, "Accuracy and
-  stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error of q*, and by
-  Cauchy and Schwarz delta errs by |w| E (2-norm of w over x > epsilon).
+- Transforms. A frequency f of q is a sum of L terms, each rounded in k levels. A level has an addition, u, and a
+  multiplication by a twiddle factor: sqrt(5) u for the product and 4 u for the factor. So f errs by at most a (sum of
+  q). The product of powers f^n then errs by prod (|f| + a)^n times the sum of n a / (|f| + a). Its N complex
+  multiplications (by repeated squaring) add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham 2002,
+  "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error of q*.
+  By Cauchy and Schwarz, delta errs by |w| E (2-norm of w over x > epsilon).
 - The window. Transforms are circular: masses outside a window of L points appear inside it. That adds to delta. What
   lies above the window is missing: at most exp(K(s) - s * its upper end), K the log-moments of p*, for every s > 0.
 - Relative rounding of q, w and of sums of positive terms: a factor, counted in `_Composed.relative`.

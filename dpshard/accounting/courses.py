@@ -21,16 +21,16 @@ later samples would move.
 
 [Note: Branches of a run]
 A run may go back to an earlier state, and on from there with other sums. Its steps then are a tree. The noise z of a
-step depends on all sums on the path to it (step/chain.py), so the z of different steps are independent, also in
+step depends on all sums on the path to it (step/chain.py). So the z of different steps are independent, also in
 different branches. Rows of C S + Z that a branch shares with others are released once. A sample moves the rows on the
-path to a leaf after n steps by at most D_n, the sensitivity of the first n rows. Each row is on a path to a leaf. So
-all rows together are moved by at most the root of the sum of D_n squared over the leaves: the tree is one Gaussian
+path to a leaf after n steps by at most D_n, the sensitivity of the first n rows. Each row is on a path to a leaf. So it
+moves all rows together by at most the root of the sum of D_n squared over the leaves. The tree is one Gaussian
 mechanism of this sensitivity. This holds row by row, so sums may depend on earlier releases of any branch.
 
-A `Span` begins where a release does not follow the last one, so there is at least one for every leaf, and it ends with
-that leaf or later. In cyclic sampling, a window with rows of k spans has at most k leaves, and all branches draw the
-same samples. So it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not
-begin at multiples of b; window r lies in the steps [r b, (r + 2) b), and counts all spans there.
+A `Span` begins where a release does not follow the last one. So every leaf has at least one, which ends with that leaf
+or later. In cyclic sampling, a window with rows of k spans has at most k leaves, and all branches draw the same
+samples. So it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not begin
+at multiples of b. Window r lies in the steps [r b, (r + 2) b), and counts all spans there.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """How the steps of a run with random allocation compose: an epoch is one release.
 
 [Note: Epochs of a run]
-Each sample is in one random step of every epoch of T steps, so the T sums of an epoch are one release ([Note: The pair
+Each sample is in one random step of every epoch of T steps. So the T sums of an epoch are one release ([Note: The pair
 of random allocation] in allocation.py), and the first n of them are one of `allocated_steps` = n. Epochs draw
 independently, so they compose.
 

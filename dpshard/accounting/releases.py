@@ -59,11 +59,13 @@ class Release:
     max_rows_per_unit: int = 1
     """Samples of one unit of privacy, at most; neighbours differ by a unit. See [Note: Units of several samples]."""
     allocated_steps: int | None = None
-    """If given, the sums of the first n steps of an epoch of T, in one random step of which each sample is; n / T is
-    `sampling_probability`. See [Note: The pair of random allocation] in allocation.py."""
+    """If given, the sums of the first n steps of an epoch of T. Each sample is in one random step of the epoch; n / T
+    is `sampling_probability`. See [Note: The pair of random allocation] in allocation.py.
+    """
     overlaps: tuple[float, ...] | None = None
-    """If given, the sums of a whole run with correlated noise, in whose epochs of `allocated_steps` = T steps each
-    sample is in the same random step; [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py."""
+    """If given, the sums of a whole run with correlated noise. Each sample is in the same random step of all epochs of
+    `allocated_steps` = T steps; [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py.
+    """
 
     def __post_init__(self) -> None:
         if not (is_number(self.noise_multiplier) and 0 <= self.noise_multiplier < math.inf):

@@ -2,17 +2,17 @@
 
 [Note: From epsilon and delta to odds]
 The attacker knows all other records. Let P be the outcome's distribution with the record, Q without it. A test accuses
-if the outcome is in a set S: it finds a present record with probability P(S), and accuses an absent one with Q(S).
+if the outcome is in a set S. It finds a present record with probability P(S), and accuses an absent one with Q(S).
 (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and, for the complement and exchanged roles, 1 - Q(S) <=
 e^epsilon (1 - P(S)) + delta. Every pair (epsilon, delta) of one mechanism gives such bounds, so the least over its
-privacy profile holds too; over the whole profile it is the trade-off function itself (Dong, Roth and Su 2022, "Gaussian
+privacy profile holds too. Over the whole profile it is the trade-off function itself (Dong, Roth and Su 2022, "Gaussian
 differential privacy", arXiv:1905.02383, Prop. 6).
 
 [Note: Belief has a rarer bound]
-(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. For the privacy loss L, the
-logarithm of the ratio by which a result moves the odds, delta is at least E[(1 - e^(epsilon - L))+]: losses just above
-epsilon hardly count. A loss above epsilon + t counts 1 - e^-t at least, so its probability is at most delta /
-(1 - e^-t), by Markov's inequality. With t = ln(10/9) that is 10 delta: `rarely_above`.
+(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. The privacy loss L is the
+logarithm of the ratio by which a result moves the odds. Delta is at least E[(1 - e^(epsilon - L))+], so losses just
+above epsilon hardly count. A loss above epsilon + t counts 1 - e^-t at least, so its probability is at most delta / (1
+- e^-t), by Markov's inequality. With t = ln(10/9) that is 10 delta: `rarely_above`.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ def belief(loss: float, prior: float = 0.5) -> float:
 def right_guesses(pairs: Sequence[Pair]) -> float:
     """Return the largest probability to guess right whether a record is present, if both are equally likely.
 
-    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs; Kairouz, Oh and Viswanath 2015, "The composition
-    theorem for differential privacy", arXiv:1311.0776, Eq. 5: the sum of both errors is at least
-    2 (1 - delta) / (1 + e^epsilon).
+    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs: the sum of both errors is at least 2 (1 - delta) / (1
+    + e^epsilon). See Kairouz, Oh and Viswanath 2015, "The composition theorem for differential privacy",
+    arXiv:1311.0776, Eq. 5.
     """
     return min(1.0, *(1 - (1 - delta) / (1 + _exp(epsilon)) for epsilon, delta in pairs))
 

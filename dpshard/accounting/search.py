@@ -5,8 +5,8 @@ runs from one of the distributions below, and the settings of each run at random
 one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
 
 Settings that change no release (a learning rate) cost nothing more. If noise, batch size or steps vary, one run is a
-mixture over public settings, and its Renyi divergence is at most the largest of theirs, order by order. So a search
-costs as much as its worst candidate; `others` must list the candidates.
+mixture over public settings. Its Renyi divergence is at most the largest of theirs, order by order. So a search costs
+as much as its worst candidate; `others` must list the candidates.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
 [Note: The pair of correlated bins]
 Each sample is in bin I, uniform on 0, ..., T - 1, in all epochs: it takes part at the steps I, I + T, ... There it
 contributes g_s, |g_s| <= 1 in units of R, which may depend on earlier releases. Given I = i, it moves row t of C S + Z
-([Note: A run as one Gaussian mechanism] in noise/correlation.py) by v_t(i), the sum of c_{t-s} g_s over its steps s <=
-t. Let u_t(i) be the sum of |c_{t-s}|, so |v_t(i)| <= u_t(i). Compare P, with the sample, and Q, where it contributes
-zero. With the bins of all other samples fixed, and rows x_t ~ N(0, sigma^2) under Q, without what the others add,
+by v_t(i), the sum of c_{t-s} g_s over its steps s <= t. See [Note: A run as one Gaussian mechanism] in
+noise/correlation.py. Let u_t(i) be the sum of |c_{t-s}|, so |v_t(i)| <= u_t(i). Compare P, with the sample, and Q,
+where it contributes zero. With the bins of all other samples fixed, and rows x_t ~ N(0, sigma^2) under Q, without what
+the others add,
 
     A = dP/dQ = mean over i of a_i, a_i = product over t of exp((<v_t(i), x_t> - |v_t(i)|^2 / 2) / sigma^2).
 
@@ -13,13 +14,13 @@ Claim: no convex F has a larger E_Q F(A) than with numbers u_t(i) in place of v_
 direction: (A - e^eps)+ or (1 - e^eps A)+.
 - Kahane's inequality (1986, Israel J. Math. 55): let X and Y be centred Gaussian vectors with covariances K <= K' in
   every entry, and a_i >= 0. Then E F(sum of a_i exp(X_i - K_ii / 2)) <= E F(sum of a_i exp(Y_i - K'_ii / 2)). For, mix
-  them: sqrt(1 - r) X + sqrt(r) Y with X and Y independent. The derivative by r of the mean of F is half the sum over i,
-  j of (K'_ij - K_ij) E[w_i w_j F''(sum of w)], w the summands: no term is negative.
+  them: sqrt(1 - r) X + sqrt(r) Y with X and Y independent. Let w be the summands. The derivative by r of the mean of F
+  is half the sum over i, j of (K'_ij - K_ij) E[w_i w_j F''(sum of w)]. No term is negative.
 - Rows one by one, from the last: suppose that from row t + 1 on, whatever was released, numbers u are worst. Given the
   rows before t, v_t is fixed, and <v_t(i), v_t(j)> <= u_t(i) u_t(j). The later rows are independent of x_t. So Kahane's
   inequality covers row t, too.
 Joint convexity covers the mixture over the bins of the others. (Choquette-Choo et al. 2024, arXiv:2410.06266, have the
-same pair for C >= 0.) In a tree of branches with k leaves ([Note: Branches of a run] in courses.py) the rows of a path
+same pair for C >= 0.) A tree of branches has k leaves ([Note: Branches of a run] in courses.py). The rows of a path
 have covariance K, so all rows have at most k K: sigma / sqrt(k).
 
 [Note: Bins on a circle]
@@ -31,11 +32,11 @@ covariance is added to its diagonal.
 
 [Note: What a simulation shows]
 Draw N values of the loss, log A under P' (or -log A under Q'). As a function of independent standard normals, log A has
-a gradient of norm at most l = root of K'_0 / sigma: it is a mean of linear functions' gradients. So Gaussian
-isoperimetry (Borell 1975; Sudakov and Tsirelson 1978) holds: if P(loss > t) <= 1 - Phi(a), then P(loss > t + s) <= 1 -
+a gradient of norm at most l = root of K'_0 / sigma. The gradient is a mean of those of linear functions. So Gaussian
+isoperimetry holds (Borell 1975; Sudakov and Tsirelson 1978). If P(loss > t) <= 1 - Phi(a), then P(loss > t + s) <= 1 -
 Phi(a + s / l) for all s >= 0. Let t be the k-th largest of the N draws. The mass above it is Beta(k, N - k + 1), and
-exceeds its quantile p with probability `failure` only. So beyond t the loss is at most Gaussian with deviation l,
-which costs little: far out, one bin decides the loss.
+exceeds its quantile p with probability `failure` only. So beyond t the loss is at most Gaussian with deviation l, which
+costs little: far out, one bin decides the loss.
 
 FAILURE covers all of it: both directions, all RANKS, and every sigma of a grid with ratio RATIO, to which sigma is
 rounded down. So sigma may be chosen by the same draws. Delta of the guarantee includes FAILURE for each such release.

@@ -16,8 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Watch(TorchDispatchMode):
     """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
 
-    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh; of a group
-    without a mesh, on a mesh of its ranks. If these ranks have samples of their own (`rows_only`), they may send each
+    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh. Without a
+    mesh, a mesh of the group's ranks counts. If these ranks have samples of their own (`rows_only`), they may send each
     other rows, which routing follows, and whole numbers.
     """
 

@@ -2,10 +2,10 @@
 
 [Note: Parts of terms]
 The ranks of one model are a grid: C groups of T. Each group holds the model in parts (DTensors of parallelize_module),
-and has a part of every sequence. So a rank's record is of a part of the sample's gradient, as under tensor parallelism
-alone, and of that a term, as under context parallelism alone. Terms over T, of normalisation under SequenceParallel,
-are added first. Then a reduce-scatter over C adds the terms, and leaves each rank a slice of its part. Squares of
-slices add up over C. Over T they add up for parts; the first rank counts what all T hold.
+and has a part of every sequence. So a rank's record is a term of a part of the sample's gradient. Tensor parallelism
+makes it a part, context parallelism a term. Terms over T, of normalisation under SequenceParallel, are added first.
+Then a reduce-scatter over C adds the terms, and leaves each rank a slice of its part. Squares of slices add up over C.
+Over T they add up for parts; the first rank counts what all T hold.
 """
 
 from __future__ import annotations

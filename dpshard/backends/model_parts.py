@@ -9,8 +9,8 @@ are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts 
 What makes a guarantee of this:
 - a factor is computed from a norm that all model ranks add up in one order, so it is bitwise equal on them;
 - the digest of the sums is that of all parts, and of whole sums once, so the noise is that of one process;
-- whole sums must have one digest on all model ranks, or the release is refused (grid.py): a gradient that a model rank
-  has alone (a forgotten reduction, other samples, other dropout) is in no norm but its own.
+- whole sums must have one digest on all model ranks, or grid.py refuses the release. A gradient that only one model
+  rank has is in no norm but its own: a forgotten reduction, other samples, other dropout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Checkpoints on disk, with a digest of every file.
 
 [Note: Complete or not there] A checkpoint is written into `.step-N.partial`. After every rank has flushed its files,
-rank 0 adds `manifest.json` (the size and SHA-256 of each file) and renames the folder to `step-N`, which is atomic.
+rank 0 adds `manifest.json`: the size and SHA-256 of each file. Then it renames the folder to `step-N`, which is atomic.
 Partial folders are never read, and the next save removes them. Removal renames a folder back to partial first. The
 digests reveal later damage.
 """

@@ -1,9 +1,9 @@
 """The journal of a run: every release, written before it is used.
 
 [Note: What a crash forgets]
-A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
-([Note: What a step that is taken again costs]) are in the journal before its noise is added, and on the disk before
-it is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
+A crash forgets the releases after the last checkpoint, which may have been seen. So the journal has step and identity
+of each release before its noise is added ([Note: What a step that is taken again costs]). They are on the disk before
+the release is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
 out; repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 

@@ -146,8 +146,8 @@ class _Hold(torch.autograd.Function):
 def hold(x: Tensor) -> Tensor:
     """Return `x`, saved now for the tap of the function that receives it.
 
-    Activation checkpointing repeats a segment up to its last saved tensor: if the tap saved `x` after its function, it
-    would repeat the last matrix product of the segment.
+    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
+    this would repeat the last matrix product of the segment.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
@@ -272,8 +272,8 @@ def _kept(ctx: Any) -> list[Tensor]:
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
 
-    The tap has edges to `ends`: tokens of the anchors, or in a compiled region (`arrive` is None) the dummies of a
-    slot, which carry the kept tensors out.
+    The tap has edges to `ends`: tokens of the anchors. In a compiled region (`arrive` is None) they are the dummies of
+    a slot, which carry the kept tensors out.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]

@@ -8,8 +8,8 @@ closes as soon as its last record arrives. So its records are freed as early as 
 wait for the anchor. A constant bounds the memory of what waits. A group that backward reaches in part waits for its
 anchor. On a GPU, complete groups wait for each other while their records are `COMPLETE` bytes at most: the launches
 from norms to clip coefficients serve all that close together.
-Some groups each keep an anchor: ranks that hold parts of a model must meet in each group, in one order; offloaded
-records are fetched group by group; and sums of a group that spans stages wait for norms of other ranks.
+Three kinds of groups each keep an anchor. Ranks that hold parts of a model must meet in each group, in one order.
+Offloaded records are fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Small uses of parameters that are recorded together when their anchor closes.
 
 [Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. But a model
-is made of equal blocks. So the tensors of a small use wait until its group closes. All uses with equal recipes and
-sizes, of all groups that close, become one use of the samples of all: one record to make, to measure and to sum. Other
-uses are recorded as they arrive. Norm and sum both see what waits as it is then, so a write in the meantime breaks no
-bound. It is refused, because it changes the gradient.
+is made of equal blocks. So the tensors of a small use wait until its group closes. Among the groups that close, all
+uses with equal recipes and sizes become one use of the samples of all. So there is one record to make, to measure and
+to sum. Other uses are recorded as they arrive. Norm and sum both see what waits as it is then, so a write in the
+meantime breaks no bound. It is refused, because it changes the gradient.
 """
 
 from __future__ import annotations

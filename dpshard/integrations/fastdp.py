@@ -39,8 +39,8 @@ class PrivacyEngine(core.PrivacyEngine):
         clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each block.
         accounting_mode: "rdp", or "glw", which is dpshard's "pld".
         loss_reduction: "mean" or "sum" over the rows of the micro-batch.
-        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect: one pass suffices, the noise is right on
-            any number of ranks under any seed, and `metrics()` has the gradient-SNR.
+        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. One pass suffices, and the noise is right
+            on any number of ranks under any seed. `metrics()` has the gradient-SNR.
 
     Raises ConfigurationError for settings out of range, TypeError for unknown ones.
     """

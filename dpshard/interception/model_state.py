@@ -1,9 +1,10 @@
 """Save, restore and compare the state of a model besides its parameters: buffers, attributes, generators.
 
 [Note: What a model may remember]
-State lives in buffers, and in the attributes of a module or its class: numbers, tensors, arrays, lists, dicts, sets,
-deques, generators, bytes, and the contents of objects; see held_objects.py. A walk gives each a path, and skips objects
-of frameworks (a trainer, a process group). Globals have no path: verification sees their effect on outputs.
+State lives in buffers, and in the attributes of a module or its class. These are numbers, tensors, arrays, lists,
+dicts, sets, deques, generators, bytes, and the contents of objects (held_objects.py). A walk gives each a path, and
+skips objects of frameworks (a trainer, a process group). Globals have no path: verification sees their effect on
+outputs.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Normals by the element, for GPUs: the definition of their noise.
 
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3". Elements [a, b) can be computed without the others, and are the same on
+"Parallel random numbers: as easy as 1, 2, 3". Elements [a, b) can be computed without the others. They are the same on
 every device, up to the last bits of a logarithm and a cosine. (torch.randn on a GPU depends on the number of
 multiprocessors, and a part of a tensor is not the tensor's part.) It passes statistical tests but is not a cipher.
 

@@ -28,8 +28,8 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return `sample_losses(F.linear(hidden, weight, bias), labels)`, [B], a chunk of classes at a time.
 
-    Shapes: `hidden` [B, T, D] with `labels` [B, T], or any number of dimensions between B and D, or [B, D] with [B];
-    `weight` [V, D] with V > 1, `bias` [V]. Losses are float32 or wider. Neither logits [B, T, V] nor their gradients
+    Shapes: `hidden` [B, T, D] with `labels` [B, T], or any number of dimensions between B and D, or [B, D] with [B].
+    `weight` is [V, D] with V > 1, `bias` [V]. Losses are float32 or wider. Neither logits [B, T, V] nor their gradients
     exist: a chunk has `chunk_size` classes, by default some 4 million logits. Backward repeats the product of the head
     once, if the weight is trainable.
 

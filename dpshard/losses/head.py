@@ -1,8 +1,8 @@
 """The cross-entropy of a vocabulary head, a chunk of classes at a time: no logits [B, T, V] exist.
 
 [Note: A head in chunks]
-Let l_tv be the logits of position t, and y its label. With m the largest logit but the label's, and S the sum of
-exp(l_tv - m) over v != y, the gradient of position t's loss by its logits is
+Let l_tv be the logits of position t, and y its label. Let m be the largest logit except the label's, and S the sum of
+exp(l_tv - m) over v != y. Then the gradient of position t's loss by its logits is
 
     u_t rho_t,    rho_tv = exp(l_tv - m) / S for v != y,  rho_ty = -1,    u_t = 1 - softmax_y.
 

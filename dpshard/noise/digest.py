@@ -16,9 +16,9 @@ with secret random weights, 32 bits for a column, 64 bits for a row, in any orde
 
 Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
 column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability
-2^-32; and 2^(31 + t) divides it with probability 2^-t. Where 2^k is the largest power of 2 that divides all rows'
-differences, the weights of the rows make the whole 0 with probability 2^(k - 64). The mean of that over k is below 33
-* 2^-33. Lanes are independent.
+2^-32. And 2^(31 + t) divides it with probability 2^-t. Let 2^k be the largest power of 2 that divides all rows'
+differences. Then the weights of the rows make the whole 0 with probability 2^(k - 64). Over k, its mean is below 33 *
+2^-33. Lanes are independent.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: The discrete Gaussian]
 It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
 Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise with values that
-do not reveal the sum under it, and sample it by rejection with only integers. So does this module, in array order
+do not reveal the sum under it. They sample it by rejection with only integers. So does this module, in array order
 (Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
 1. |y| = k h + j, with the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells by inversion,
    with probabilities in proportion to exp(-(k h)^2 / (2 s^2)).
@@ -12,15 +12,15 @@ do not reveal the sum under it, and sample it by rejection with only integers. S
    three steps together give y its probability. Refuse negative zeros, because 0 would come twice as often.
 About 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
 
-A coin of probability exp(-a), 0 <= a < 1, is made of other coins: one of probability a, after a success one of
+Let 0 <= a < 1. A coin of probability exp(-a) is made of other coins: one of probability a, after a success one of
 probability a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a)
-(Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a; a coin of
+(Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a. A coin of
 probability a / i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
 Draw cell k if a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of the
 cells. These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of their
-bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17; then more bits of
+bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17. Then more bits of
 both decide. Tests cut U into shorter words to reach this case.
 
 [Note: Overflow]

@@ -12,23 +12,24 @@ Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z
 So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
 the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
-[Note: Secure noise] The set of floats that a sampler can return may reveal the sum under the noise: Mironov 2012, "On
-significance of the least significant bits for differential privacy"; Jin et al. 2022, arXiv:2112.05307, attack Box and
-Muller's method and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent normals
-over sqrt(n). Its distribution is the same, but a test whether a float can be such a sum searches the random bits of all
-n, at a cost exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is one cosine
-again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in float64, and
-rounded to the dtype of the sum once, at the end. The 24 bits of a float32 show nothing of the 53 of the noise. With
-float64 parameters only the search protects. Nothing is rejected, so the time depends only on the number of elements.
+[Note: Secure noise] The set of floats that a sampler can return may reveal the sum under the noise. See Mironov 2012,
+"On significance of the least significant bits for differential privacy". Jin et al. 2022, arXiv:2112.05307, attack Box
+and Muller's method and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent
+normals over sqrt(n). Its distribution is the same. But a test whether a float can be such a sum searches the random
+bits of all n, at a cost exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is
+one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in
+float64, and rounded to the dtype of the sum once, at the end. The 24 bits of a float32 show nothing of the 53 of the
+noise. With float64 parameters only the search protects. Nothing is rejected, so the time depends only on the number of
+elements.
 
 [Note: Noise on a grid]
 `KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =
-std / s, s = 2^24, and adds an integer of the discrete Gaussian with parameter s to x / g. Every other sum also reaches
+std / s, s = 2^24. To x / g it adds an integer of the discrete Gaussian with parameter s. Every other sum also reaches
 every point of the grid. Rounding the result to the dtype of the sum is post-processing.
 - Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
-  at most 2^-6 below LIMIT = 2^48. So in each of d elements, the distance of the integers of two sums is at most that of
-  the sums plus ROUNDING = 1 + 2^-5 steps, in all R / g + ROUNDING sqrt(d). The accountant charges for it
-  ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
+  at most 2^-6 below LIMIT = 2^48. So in each of d elements, the integers of two sums differ by at most as much as the
+  sums plus ROUNDING = 1 + 2^-5 steps. In all it is R / g + ROUNDING sqrt(d). The accountant charges for it ([Note: The
+  price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
 - Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
 - A NaN in a sum stays a NaN.

@@ -25,8 +25,8 @@ from dpshard.recipes.adam import evaluated, require_adam_settings
 class AdamBC(Optimizer):
     """DP-AdamBC, Tang et al. 2023, arXiv:2312.14334, Alg. 1, with decoupled weight decay.
 
-    m, v as in Adam; n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient;
-    p <- (1 - lr decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
+    m and v are as in Adam. n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient. p <- (1 - lr
+    decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
 
     A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v'
     does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` is needed

@@ -16,9 +16,9 @@ from dpshard.errors import CheckpointError, ConfigurationError
 class WeightAverage:
     """The exponential average of a model's trainable parameters, to score and to publish.
 
-    It is computed of released weights, so it costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)):
-    a short run soon forgets its first weights (De et al. 2022, arXiv:2204.13650, Sec. 3.2). Averages of half-precision
-    weights are float32.
+    It is computed of released weights, so it costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)),
+    so a short run soon forgets its first weights. See De et al. 2022, arXiv:2204.13650, Sec. 3.2. Averages of
+    half-precision weights are float32.
 
     Args:
         model: The model; under FSDP2, after `fully_shard`: each rank averages its own shards.

@@ -108,7 +108,7 @@ DP_BERT = PretrainingRecipe()
 class SequenceRecipe:
     """Privacy settings of a language model's pre-training, by default those of VaultGemma.
 
-    The unit of privacy is a sequence of tokens, after documents were cut and packed: a document that fills k sequences
+    The unit of privacy is a sequence of tokens, after documents were cut and packed. A document that fills k sequences
     is protected k times less. Learning rates are not published.
     """
 

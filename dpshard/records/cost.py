@@ -10,7 +10,7 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
 
 Writing and reading a number counts as the FLOPs that the processor could do in that time. A large gradient leaves the
 cache while it waits for the norms of other layers. Gathering the windows of a convolution costs four times as much.
-Small images with many channels need no windows: the inner product of two windows is a sum of entries of the Gram matrix
+Small images with many channels need no windows. The inner product of two windows is a sum of entries of the Gram matrix
 of all pixels.
 
 The choice depends on sizes, dtype, device and compiled code, never on the clock, so a run resumed in the same place
@@ -28,8 +28,9 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratio of kept per-sample gradients to the record, in bytes: for gradients that wait for the norms of other
-layers, and for ones that are summed at once."""
+"""Largest ratios of kept per-sample gradients to the record, in bytes. The first is for gradients that wait for the
+norms of other layers, the second for ones that are summed at once.
+"""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
 """Bytes that stay in a CPU's cache: until an immediate read, or until after other layers."""

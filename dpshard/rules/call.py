@@ -112,8 +112,9 @@ class Planned:
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
     """From input, weight and bias, cut off from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From the output gradient and the weight to the input gradient, if no other operand is differentiable but sources:
-    the function and its tap can then be one autograd node."""
+    """From the output gradient and the weight to the input gradient, if no other operand is differentiable except
+    sources. The function and its tap can then be one autograd node.
+    """
 
 
 class Call(Protocol):

@@ -2,9 +2,9 @@
 
 [Note: A cyclic order]
 Step t takes the next B positions of an order that repeats after N. So a sample comes once in N positions, and at least
-floor(N / B) steps after its last step, also if B does not divide N: floor((p + N) / B) - floor(p / B) >= floor(N / B).
-The accountant relies on this ([Note: Ways to sample] in accounting/courses.py), not on a secret order. The order
-is a keyed permutation, because data sets are often sorted.
+floor(N / B) steps after its last step. This holds also if B does not divide N: floor((p + N) / B) - floor(p / B) >=
+floor(N / B). The accountant relies on this ([Note: Ways to sample] in accounting/courses.py), not on a secret order.
+The order is a keyed permutation, because data sets are often sorted.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 consecutive steps ([Note: Ways to sample] in accounting/courses.py). A stream, or a loop of the user's own, hands out
 samples without an index. So its content identifies a sample: a hash of 64 bits. (For 10^7 different samples, two agree
 by chance with probability 3e-6; then a run is refused.) Before a release, every fingerprint of its logical batch, over
-all ranks, must be unique in it, and must have come `separation` or more steps ago, or never. Together with the number
-of different fingerprints, at most N, this also finds
+all ranks, must be unique in it. It must have come `separation` or more steps ago, or never. Together with the number of
+different fingerprints, at most N, this also finds
 
 - another order in a later epoch, as soon as a sample comes too early;
 - a rank that reads the samples of another rank, or a sampler that repeats samples to fill the last batch;

@@ -2,10 +2,10 @@
 
 [Note: Units of unequal size]
 A micro-batch has K rows of every unit, so shapes do not depend on the draw. A unit with n < K rows is filled with
-copies of its last row. Its real rows have weight K / n, copies 0, rows of all other units 1: the mean of weight times
-loss over K rows is the mean over the real rows. The weights serve the model only: without them copies count, but each
-unit is still clipped as one. From a unit with more than K rows, the run's key draws K in every step. The rows of a unit
-may depend on that unit in any way, so this draw does not change epsilon.
+copies of its last row. Its real rows have weight K / n, copies 0, rows of all other units 1. So the mean of weight
+times loss over K rows is the mean over the real rows. The weights serve the model only: without them copies count, but
+each unit is still clipped as one. From a unit with more than K rows, the run's key draws K in every step. The rows of a
+unit may depend on that unit in any way, so this draw does not change epsilon.
 """
 
 from __future__ import annotations

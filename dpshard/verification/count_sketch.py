@@ -24,7 +24,7 @@ class Sketch:
     """The norm of a gradient, and a linear image that nearly keeps norms of differences.
 
     Saves many times the memory of whole float64 gradients. Elements get random signs and are summed in some 4,000
-    places: the squared norm of the image is unbiased, with relative standard deviation about sqrt(2 / 4000). Source:
+    places. The squared norm of the image is unbiased, with relative standard deviation about sqrt(2 / 4000). Source:
     count sketch, Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams". Smaller gradients are
     kept whole.
     """

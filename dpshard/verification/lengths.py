@@ -2,10 +2,10 @@
 
 [Note: Lengths]
 Each micro-batch is padded to its longest row. If a scale follows the length (long or dynamic RoPE), one long document
-affects all others. So the longest rows are removed, with the columns that are padding in all other rows: columns at
-either end in which no integer input of a row changes. A mask among the inputs must be 0 there. Without a mask, at least
-two rows must hold one id there. (A word that often ends texts, as in masked language models, then counts as padding:
-such texts need a mask.)
+affects all others. So the longest rows are removed, with the columns that are padding in all other rows. These are
+columns at either end in which no integer input of a row changes. A mask among the inputs must be 0 there. Without a
+mask, at least two rows must hold one id there. (A word that often ends texts, as in masked language models, then counts
+as padding: such texts need a mask.)
 """
 
 from __future__ import annotations

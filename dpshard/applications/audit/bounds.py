@@ -77,8 +77,9 @@ class Trials:
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Bound the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
 
-    Each of the m `canaries` is in by a fair coin. Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2: beta + alpha m
-    delta, with beta = P[X >= v], alpha = max_i (2 / i) P[v > X >= v - i], and X ~ Binomial(r, e^eps / (1 + e^eps)).
+    Each of the m `canaries` is in by a fair coin. It is beta + alpha m delta, with beta = P[X >= v] and alpha = max_i
+    (2 / i) P[v > X >= v - i]. X is Binomial(r, e^eps / (1 + e^eps)). See Steinke et al. 2023, arXiv:2305.08846, Theorem
+    5.2.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ConfigurationError(

@@ -6,7 +6,7 @@ canary; the adversary knows everything else (docs/audit.md). It projects each re
 from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
 sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
 - the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
-- the same with the deviation of z_p in the first fifth of the trials: weights r_p / var_p find a parameter with too
+- the same with the deviation of z_p in the first fifth of the trials. Weights r_p / var_p find a parameter with too
   little noise, however small its part;
 - the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
 The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).

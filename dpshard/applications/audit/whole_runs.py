@@ -2,10 +2,10 @@
 
 [Note: The game of a whole run] A trial is a separate run, under its own secret, at a learning rate of 0. Half of the
 trials include the canary; all other samples are blanks. The adversary knows the weights of the noise. It multiplies the
-releases Y = S + W Z, in the canary's direction, by C = W^-1, and gets C S + Z: independent noise, and the canary's
-contributions along its columns of C. A canary in step t shows along column t, so the adversary projects on each column
-where it may be. In units of the sensitivity, a sound engine gives noise of standard deviation sigma, and a canary in
-step t a shift of norm |C_t|.
+releases Y = S + W Z, in the canary's direction, by C = W^-1, and gets C S + Z. That is independent noise, and the
+canary's contributions along its columns of C. A canary in step t shows along column t, so the adversary projects on
+each column where it may be. In units of the sensitivity, a sound engine gives noise of standard deviation sigma, and a
+canary in step t a shift of norm |C_t|.
 
 A fixed order is no secret, so the adversary knows the steps of the canary. Their sum is one shift of norm at most 1. In
 groups of a BandMF it knows the group's turns, each with a coin; in balls in bins only the epochs. Noise along two

@@ -87,10 +87,10 @@ def command(
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon, to compare with the accounted one.
 
-    Three attacks: releases nearly without noise, to test sums, noise and batches; many releases of
-    the same steps with and without an unusual sample; and, with Poisson sampling, a training run with
-    canaries, each included by the toss of a coin. Exit code 3: an attack proved more than the accounted
-    epsilon, so the model, the loss or the engine is wrong. All settings of `dpshard train` are options.
+    There are three attacks. The first makes releases nearly without noise, to test sums, noise and batches. The second
+    makes many releases of the same steps, with and without an unusual sample. The third, for Poisson sampling, trains
+    on canaries that a coin includes. Exit code 3: an attack proved more than the accounted epsilon, so the model, the
+    loss or the engine is wrong. All settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)
     target = as_json or (folder and folder.audit)

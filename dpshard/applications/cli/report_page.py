@@ -114,8 +114,8 @@ def _odds(privacy: Mapping[str, Any], say: Texts) -> dict[str, Any]:
 def _several_records(privacy: Mapping[str, Any]) -> dict[str, str]:
     """Return epsilon and delta for one record and for two.
 
-    With a third data set between, that lacks one of the two: P(S) <= e^eps (e^eps R(S) + delta) + delta, so twice
-    epsilon at (1 + e^epsilon) delta; Dwork and Roth 2014, "The algorithmic foundations of differential privacy".
+    A third data set between lacks one of the two. So P(S) <= e^eps (e^eps R(S) + delta) + delta: twice epsilon at (1 +
+    e^epsilon) delta. See Dwork and Roth 2014, "The algorithmic foundations of differential privacy".
     """
     epsilon, delta = privacy["epsilon"], privacy["delta"]
     both = min(1.0, delta * (1 + math.exp(min(epsilon, 700))))

@@ -14,8 +14,8 @@ ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
 """Parts of memory.
 
-parameters: shards and gathered parameters; optimizer: its states; gradients: of parameters, whole and sharded, with
-reduction buffers; records: tensors kept from a layer's backward for the clipped sum; activations: all others.
+parameters: shards and gathered parameters. optimizer: its states. gradients: of parameters, whole and sharded, with
+reduction buffers. records: tensors kept from a layer's backward for the clipped sum. activations: all others.
 """
 
 Bytes = tuple[int, ...]

@@ -79,8 +79,8 @@ class Hardware:
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
         """Return the time of a collective over `ranks`, whose whole tensor has `nbytes`.
 
-        latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice the bytes for an all-reduce: the alpha-beta
-        model of a ring (Thakur, Rabenseifner and Gropp 2005), with the latency of a tree.
+        latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice the bytes for an all-reduce. This is the
+        alpha-beta model of a ring (Thakur, Rabenseifner and Gropp 2005), with the latency of a tree.
         """
         if ranks == 1:
             return 0.0

@@ -11,10 +11,9 @@ distances from them.
 [Note: One Gaussian release]
 Each halving may depend on those before. Adaptive Gaussian mechanisms of noise multipliers sigma_r compose exactly to
 one of (sum of sigma_r^-2)^(-1/2): Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. So 2 ROUNDS halvings of sqrt(2 ROUNDS)
-sigma are accounted as one release of sigma about all samples. Counts of classes are one more: a sample adds 1 to one of
-them (a unit of several rows, shares that sum to 1), so the vector moves by at most 1. With both, each part has sqrt(2)
-times the noise. A missing sample is one that contributes zero: the
-neighbours of the engine.
+sigma are accounted as one release of sigma about all samples. Counts of classes are one more. A sample adds 1 to one of
+them, and a unit of several rows adds shares that sum to 1. So the vector moves by at most 1. With both, each part has
+sqrt(2) times the noise. A missing sample is one that contributes zero: the neighbours of the engine.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
 and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks (the last ones
 padded), and concatenates the chunks of a rank. DeepSpeed has no public map, so this module reads the layout from
-private attributes and checks it: every fragment of a master must equal the elements of its parameter.
+private attributes. It checks that every fragment of a master equals the elements of its parameter.
 """
 
 from __future__ import annotations

@@ -70,12 +70,13 @@ class PrivacyEngine:
     ) -> tuple[Any, ...]:
         """Return (module, optimizer, data_loader), or with "ghost" modes (module, optimizer, criterion, data_loader).
 
-        `noise_multiplier` is the noise standard deviation over the sensitivity, `max_grad_norm` the L2 clipping norm of
-        a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect, because
-        the user's model stays usable; nor has `rand_on_empty`, because an empty batch is one row that counts nothing.
+        `noise_multiplier` is the noise standard deviation over the sensitivity. `max_grad_norm` is the L2 clipping norm
+        of a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect,
+        because the user's model stays usable; nor has `rand_on_empty`, because an empty batch is one row that counts
+        nothing.
 
-        With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"): as with
-        shuffling, but batches differ in size, and epsilon is that of this sampling. It needs accountant="prv".
+        With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"), as with
+        shuffling. But batches differ in size, and epsilon is that of this sampling. It needs accountant="prv".
 
         Raises ConfigurationError for settings that cannot be accounted: batch_first=False, a noise_generator, adaptive
         clipping; EngineInUseError on a second call.

@@ -59,7 +59,7 @@ def settle(
 ) -> None:
     """Write the row order of flattened dimensions into `layout`.
 
-    `doubts` and `values`, the tensors of the first run, are keyed by the position of a call on the common course;
+    The keys of `doubts` and `values`, the tensors of the first run, are positions of calls on the common course.
     `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs. `verified`:
     gradients are compared later, so if values leave the order open, it may be that of the inputs.
     """

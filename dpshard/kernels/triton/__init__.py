@@ -15,7 +15,7 @@ torch multiplies float32 rows and columns: cuBLAS is better at IEEE products, an
 sums stored gradients, factors @ gradients: one pass over float32 numbers.
 
 No draw and no decision depends on Triton. Sums always round in the same order: tiles write partial sums, without atomic
-additions. Tensor cores do not round their sums: each of the K / 16 additions in a sum of K products may drop its last
+additions. Tensor cores do not round their sums. Each of the K / 16 additions in a sum of K products may drop its last
 bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024;
 the other sums are as long as a sample.
 
