@@ -183,8 +183,9 @@ CLIPPING_MODES: dict[str, Execution] = {
     "bk-mixed-opt": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
     "auto": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
 }
-"""Names from the literature: Lee & Kifer 2020, arXiv:2009.03106 ("fast-gradient"); Li et al. 2022, arXiv:2110.05679
-("ghost"); Bu et al. 2022, arXiv:2205.10683 ("mixed-ghost"); Bu et al. 2023, arXiv:2210.00038 ("bk...")."""
+"""Names from the literature. Lee & Kifer 2020, arXiv:2009.03106: "fast-gradient". Li et al. 2022, arXiv:2110.05679:
+"ghost". Bu et al. 2022, arXiv:2205.10683: "mixed-ghost". Bu et al. 2023, arXiv:2210.00038: "bk...".
+"""
 
 
 def parse_clipping_mode(mode: str, *, offload_records: OffloadRecords = False) -> Execution:

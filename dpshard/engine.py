@@ -103,7 +103,7 @@ class PrivacyEngine:
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
             noise. With "fixed-order", "balls-in-bins" or "cyclic-poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
-            the model changes.
+            a change.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
         earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics.
@@ -281,7 +281,7 @@ class PrivacyEngine:
     def record_loss(self, loss: Tensor) -> None:
         """Record the loss of a micro-batch for `metrics()`.
 
-        `loss` is [B], one value per row or unit that does not depend on padding, or [], the mean over all rows.
+        `loss` is [B], one value per row or unit that does not depend on padding; or [], their mean.
         """
         plan = self._collector.plan
         is_padding_B = None
@@ -339,9 +339,9 @@ class PrivacyEngine:
         """Return a block in which your own loop feeds packed rows [R, T] with these units.
 
         Forwards and `verify` belong in it. `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for
-        padding; `dpshard.packed_unit_ids` makes it of position_ids or cu_seqlens.
-        `units`: the most units of a micro-batch, a public number; the divisor of a mean loss. Raises BatchLayoutError
-        for a unit that is not one run of tokens in one row.
+        padding. `dpshard.packed_unit_ids` makes it of position_ids or cu_seqlens. `units`: the most units of a
+        micro-batch, a public number; the divisor of a mean loss. Raises BatchLayoutError for a unit that is not one run
+        of tokens in one row.
         """
         return self._collector.own_packed(PackedTokens(unit_ids, units), verified=self._verify)
 
@@ -401,8 +401,8 @@ class PrivacyEngine:
     ) -> None:
         """Check, on a few rows of `model_inputs`, that every sample has its own gradient, and that it is correct.
 
-        Differentiates `loss_fn(output, *targets)` (targets are tensors with a row per sample), else the model's loss,
-        else a random direction of its output. Restores RNG state, buffers and gradients. All ranks call it. Raises
+        Differentiates `loss_fn(output, *targets)`, else the model's loss, else a random direction of its output.
+        Targets are tensors with a row per sample. Restores RNG state, buffers and gradients. All ranks call it. Raises
         VerificationError that names a parameter and likely causes.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
@@ -444,7 +444,7 @@ class PrivacyEngine:
                 and each repetition of one is charged. (A Checkpointer passes its journal instead.)
 
         Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or differs between
-        ranks; LogicalBatchError in the middle of a logical batch.
+        ranks. Raises LogicalBatchError in the middle of a logical batch.
         """
         self._collector.require_rest()
         unpacked = checkpoint.unpack(state, self.mechanism)

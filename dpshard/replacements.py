@@ -27,8 +27,8 @@ def replace_unsupported(model: nn.Module) -> dict[str, str]:
       row.
 
     Returns the changes by name of the layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}.
-    Raises UnsupportedParameterError for a subclass of BatchNorm, which may do more than normalise,
-    and for a model that is itself a BatchNorm.
+    Raises UnsupportedParameterError for a subclass of BatchNorm, which may do more than normalise. Raises it for a
+    model that is itself a BatchNorm.
     """
     done: dict[str, str] = {}
     new: dict[nn.Module, nn.Module] = {}

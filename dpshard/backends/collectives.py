@@ -27,7 +27,7 @@ _meetings: Counter[str] = Counter()  # of groups, by their ranks
 def meet_for_probe(group: dist.ProcessGroup) -> None:
     """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    If they do not come, raises BatchLayoutError: only this rank met something new, and would gather parameters during
+    If they do not come, raises BatchLayoutError. Only this rank met something new, and would gather parameters during
     the others' forwards.
     """
     store = dist.distributed_c10d._get_default_store()

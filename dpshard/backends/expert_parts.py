@@ -7,7 +7,7 @@ has other elements on each. So all ranks get the same norms [W * B], and the sam
 clipped gradients is complete on its rank: nothing is reduced. The sums of other parameters are reduced over the ranks,
 as those of replicas.
 
-Rows that leave a rank get the numbers of their samples plus (rank + 1) * B, so no function takes them for own rows.
+Rows that leave a rank get the numbers of their samples plus (rank + 1) * B. So no function takes them for own rows.
 """
 
 from __future__ import annotations

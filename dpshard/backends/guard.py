@@ -11,7 +11,7 @@ Between an anchor and the noise a clipped sum lies in `.grad`, where any code ma
   not count: through `.data`, and by torch._foreach_* on shards.
 - checksums of all gradients are compared at once, at the first anchor of the next pass and before the noise. On an
   accelerator only the release reads the result, because reading in backward would stall. If modules have backward
-  hooks, foreign code runs within the pass: then each gradient gets a checksum as it arrives, and each anchor compares.
+  hooks, foreign code runs within the pass. Then each gradient gets a checksum as it arrives, and each anchor compares.
   (A write through `.data` by a tensor hook within the pass is not detected.)
 - the store keeps the tensors whose bits were digested, and releases these, whatever lies in `.grad` by then.
 - foreign hooks on a parameter are refused, because they see and change gradients before the noise. So is the loss of

@@ -7,10 +7,10 @@ Data ranks share the samples of a logical batch; model ranks share the model, an
 are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts and digests are those of all ranks.
 
 What makes a guarantee of this:
-- a factor is computed from a norm that all model ranks add up in one order, so it is bitwise equal on them;
-- the digest of the sums is that of all parts, and of whole sums once, so the noise is that of one process;
+- all model ranks add up a norm in one order, so the factor computed from it is bitwise equal on them;
+- the digest has the sums of all parts, and whole sums once, so the noise is that of one process;
 - whole sums must have one digest on all model ranks, or grid.py refuses the release. A gradient that only one model
-  rank has is in no norm but its own: a forgotten reduction, other samples, other dropout.
+  rank has is in no other norm: a forgotten reduction, other samples, other dropout.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user declares them."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Of a parameter that every rank holds whole: each rank has the gradient, a term of it, or that of its own samples."""
+"""Of a parameter that every rank holds whole, each rank has the gradient, a term of it, or that of own samples."""
 
 
 class Place(NamedTuple):
@@ -142,7 +142,7 @@ class ModelParts:
     # --- inputs -----------------------------------------------------------------------------------------------------
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Note the inputs of a forward, which are those of all model ranks, unless each has a part of the sequence.
+        """Note the inputs of a forward: those of all model ranks, unless each has a part of the sequence.
 
         Raises ConfigurationError for DTensors, whose placements the checksum would not see.
         """

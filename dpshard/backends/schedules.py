@@ -1,7 +1,7 @@
 """Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
 A schedule splits a micro-batch into chunks, and runs forwards of later chunks before backwards of earlier ones. A stage
-behind the first one sees activations only, so the number of the chunk is all that says whose they are. It stands in the
+behind the first one sees only activations. So only the number of the chunk says whose they are. It stands in the
 schedule's own call, `forward_one_chunk(fwd_chunk_id)`, on the stack of the forward.
 """
 

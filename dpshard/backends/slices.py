@@ -1,9 +1,9 @@
 """Slices: how the ranks of one model divide the sums of their terms.
 
 [Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms. It must be
-summed before it is squared. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice, whose
-squares add up as those of a part do. The factor scales the slice, and the data ranks sum slices alone. Take n elements,
-C ranks of a model and D data ranks. The two levels send n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements from each
+summed before it is squared. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of
+slices add up as those of parts do. The factor scales the slice, and the data ranks sum slices alone. Take n elements, C
+ranks of a model and D data ranks. The two levels send n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements from each
 rank. One reduce-scatter over all ranks sends as many. FSDP may shard over all of them, or over the data ranks, whose
 shards the model's ranks then gather.
 """
@@ -21,7 +21,7 @@ from dpshard.backends.collectives import reduce_scatter
 
 
 class Slices:
-    """Slices of parameters over the C ranks of `group`, in an order that a second reduction over D data ranks keeps.
+    """Slices of parameters over the C ranks of `group`, in an order that a reduction over D data ranks keeps.
 
     FSDP makes `chunks` of a parameter, of `rows(name)` rows each; None: one chunk is the whole. `step`: how far apart
     the chunks of ranks of one model are, if each rank has its own. None: the ranks of a model divide each chunk.

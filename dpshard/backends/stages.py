@@ -1,10 +1,10 @@
 """Stages of a pipeline: each rank of a group holds other layers of one model.
 
 [Note: Stages] A sample's gradient lies in pieces on the stages. They share one mechanism: one secret, one draw, one
-ledger, and the clipping groups of the whole model, so one R. A group within a stage is clipped in the backward of each
-chunk, without communication. The norm of a group on several stages is complete only when the first stage has run its
-backward. Such a group keeps its records until the schedule's step is done. Then stages add up norms, all chunks at
-once.
+ledger, and the clipping groups of the whole model. So they share one R. A group within a stage is clipped in the
+backward of each chunk, without communication. The norm of a group on several stages is complete only when the first
+stage has run its backward. Such a group keeps its records until the schedule's step is done. Then stages add up norms,
+all chunks at once.
 
 Parameters have names of their own on every stage, since noise is keyed by them. All stages must have run the same
 chunks of the same draw: they compare checksums before the release.

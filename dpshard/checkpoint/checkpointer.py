@@ -65,7 +65,7 @@ class _Engine(Protocol):
 class Checkpointer:
     """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
-    torch.distributed.checkpoint writes each rank's shards: a state saved by 4 ranks of FSDP2 resumes on 2, in
+    torch.distributed.checkpoint writes each rank's shards. So a state saved by 4 ranks of FSDP2 resumes on 2, in
     DistributedDataParallel, with DeepSpeed, or in one process. Incomplete and damaged checkpoints are skipped. A
     checkpoint holds the run secret, so only its owner can read the folder: protect it like the data. The folder also
     has a journal of all releases, so a resumed run counts those that a crash forgets.
@@ -133,10 +133,10 @@ class Checkpointer:
     def load(self, *, released: int | None = None) -> bool:
         """Go back to the newest sound checkpoint, with a warning about damaged ones; return False if there is none.
 
-        The journal counts the releases of later steps: repeating a step with the same sums costs nothing more, but
+        The journal counts the releases of later steps. Repeating a step with the same sums costs nothing more, but
         other sums are charged. Without the journal, pass `released`, the total number of released steps. Raises
-        CheckpointError, before anything changes, if all checkpoints are damaged, or the newest sound one belongs to
-        another mechanism, model or optimizer. Raises LogicalBatchError in the middle of a logical batch.
+        CheckpointError, before anything changes, if all checkpoints are damaged. Raises it, too, if the newest sound
+        one belongs to another mechanism, model or optimizer. Raises LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()

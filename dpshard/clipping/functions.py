@@ -22,8 +22,8 @@ class ClippingFunction(Protocol):
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """Return factors [B] for norms [B] (float32 or float64).
 
-        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers; 0 where the norm is
-        NaN or infinite.
+        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers. It is 0 where the norm
+        is NaN or infinite.
         """
         ...
 

@@ -47,7 +47,7 @@ def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: 
     """Return the names of the parameters of each clipping group, by its label.
 
     "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
-    outermost element of a ModuleList or Sequential, or of a ModuleDict of one class, that holds it; other parameters
+    outermost element that holds it, of a ModuleList or Sequential, or of a ModuleDict of one class. Other parameters
     form one more group. Raises ConfigurationError for an unknown style.
     """
     if not isinstance(style, str):

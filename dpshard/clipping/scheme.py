@@ -6,10 +6,10 @@ clipped sums are `WAITING` bytes at most. A group waits for other groups if all 
 Uses with equal recipes]). When the anchor runs, or `WAITING` bytes wait, all of them close together. Any other group
 closes as soon as its last record arrives. So its records are freed as early as by its own anchor. Only its clipped sums
 wait for the anchor. A constant bounds the memory of what waits. A group that backward reaches in part waits for its
-anchor. On a GPU, complete groups wait for each other while their records are `COMPLETE` bytes at most: the launches
-from norms to clip coefficients serve all that close together.
-Three kinds of groups each keep an anchor. Ranks that hold parts of a model must meet in each group, in one order.
-Offloaded records are fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
+anchor. On a GPU, complete groups wait for each other while their records are `COMPLETE` bytes at most. So the launches
+from norms to clip coefficients serve all of them. Three kinds of groups each keep an anchor. Ranks that hold parts of a
+model must meet in each group, in one order. Offloaded records are fetched group by group. Sums of a group that spans
+stages wait for norms of other ranks.
 """
 
 from __future__ import annotations

@@ -305,7 +305,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         self.class_weight = class_weight
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Fit to rows X [N, D] with labels y [N]; `groups` [N] name the unit of each row, which is then protected."""
+        """Fit to rows X [N, D] with labels y [N]; `groups` [N] name the protected unit of each row."""
         frame = self._frame(X, reset=True)
         y = _targets(y, len(frame))
         check_classification_targets(y)
@@ -382,7 +382,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
         self.target_bounds = target_bounds
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Fit to rows X [N, D] with numbers y [N]; `groups` [N] name the unit of each row, which is then protected."""
+        """Fit to rows X [N, D] with numbers y [N]; `groups` [N] name the protected unit of each row."""
         frame = self._frame(X, reset=True)
         targets = _targets(y, len(frame))
         if targets.dtype.kind not in "biuf":

@@ -3,7 +3,7 @@
 [Note: Trainer on logical batches]
 One item of the train loader is one logical batch, so steps, logs, schedulers and checkpoints count releases.
 `training_step` loops over micro-batches. The Trainer's own clipping, division by tokens, and scaling for half precision
-would invalidate the accounting: they are switched off with a message, or refused.
+would invalidate the accounting. They are switched off with a message, or refused.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: Pairs]
 The unit of preference tuning is a pair. TRL's collator makes rows [2 m, L], all chosen ones first. Here a micro-batch
-has m samples [m, 2, L], and the two rows meet within the model that the engine sees. So a pair has one gradient, with
-the cross terms of its rows, and is clipped once.
+has m samples [m, 2, L]. The two rows meet within the model that the engine sees. So a pair has one gradient, with the
+cross terms of its rows, and is clipped once.
 """
 
 from __future__ import annotations

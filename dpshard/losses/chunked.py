@@ -28,7 +28,7 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return `sample_losses(F.linear(hidden, weight, bias), labels)`, [B], a chunk of classes at a time.
 
-    Shapes: `hidden` [B, T, D] with `labels` [B, T], or any number of dimensions between B and D, or [B, D] with [B].
+    Shapes: `hidden` [B, T, D] with `labels` [B, T]. There may be any number of dimensions between B and D, or none.
     `weight` is [V, D] with V > 1, `bias` [V]. Losses are float32 or wider. Neither logits [B, T, V] nor their gradients
     exist: a chunk has `chunk_size` classes, by default some 4 million logits. Backward repeats the product of the head
     once, if the weight is trainable.
@@ -37,9 +37,9 @@ def chunked_cross_entropy(
     label is `ignore_index`. `reduction` "mean" returns the mean over samples (or positions). With `softcap` c, logits
     are c tanh(logits / c), as with `final_logit_softcapping` of Gemma 2 and VaultGemma.
 
-    Call it in the model's forward, because an engine does not see what happens outside; then a tied weight is
-    clipped with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes,
-    and DataError for a label that is no class (on a GPU: NaN, or an assertion of the device).
+    Call it in the model's forward, because an engine does not see what happens outside. Then a tied weight is clipped
+    with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes, and DataError for a
+    label that is no class. (On a GPU: NaN, or an assertion of the device.)
     [Note: A head in chunks] in head.py has the arithmetic.
     """
     _require_fitting(hidden, weight, labels, bias)

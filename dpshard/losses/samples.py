@@ -20,7 +20,7 @@ def sample_losses(
 ) -> Tensor:
     """Return the cross-entropy [B] of each sample, float32 or wider.
 
-    Shapes: `logits` [B, T, C] with `labels` [B, T], or any number of dimensions between B and C, or [B, C] with [B].
+    Shapes: `logits` [B, T, C] with `labels` [B, T]. There may be any number of dimensions between B and C, or none.
     Positions with label `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the
     sample; a sample without any has loss 0. "sample-sum" does not divide. `F.cross_entropy` divides by the tokens of
     the micro-batch. A sample's gradient then depends on the length of other samples before clipping, and the noise does

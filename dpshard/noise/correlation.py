@@ -108,7 +108,8 @@ class BandMF:
     workload: Workload | None = None
     """Sums for which coefficients minimise the noise, for all participations of a sample; None for the default."""
     buffers: bool = False
-    """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step; else draw those of all steps."""
+    """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step. Otherwise draw those of all steps.
+    """
 
     def __post_init__(self) -> None:
         _require_bands(self)

@@ -76,9 +76,8 @@ def unscale_parameters(model: nn.Module) -> None:
 class ScaledAdam(Optimizer):
     """AdamW on the weights of a model after `scale_parameters`.
 
-    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model, so
-    `max_grad_norm` keeps its meaning. v' is Adam's second moment; `floor` bounds the ratio of
-    scales.
+    After each step s <- 1 / (sqrt(v') + floor). It is normalized to root mean square 1 over the model, so
+    `max_grad_norm` keeps its meaning. v' is Adam's second moment; `floor` bounds the ratio of scales.
     """
 
     def __init__(

@@ -12,10 +12,9 @@ from dpshard.errors import ConfigurationError
 def stepped_batches(first: int, last: int, *, levels: int, ramp_steps: int, steps: int) -> list[tuple[int, int]]:
     """Return phases [(expected batch size, steps), ...] for `PrivacyEngine(batch_size=)`.
 
-    `levels` equally spaced sizes from `first` to `last` share the first `ramp_steps` steps equally,
-    to rounding; then `last` holds up to `steps`. Gradients shrink during training, and larger
-    batches keep them above the noise: Anil et al. 2021, arXiv:2108.01624, Sec. 5.2.2. Raises
-    ConfigurationError for impossible sizes.
+    `levels` equally spaced sizes from `first` to `last` share the first `ramp_steps` steps equally, to rounding. Then
+    `last` holds up to `steps`. Gradients shrink during training, and larger batches keep them above the noise: Anil et
+    al. 2021, arXiv:2108.01624, Sec. 5.2.2. Raises ConfigurationError for impossible sizes.
     """
     if not all(map(is_count, (first, last, levels, ramp_steps, steps))) or not (levels <= ramp_steps <= steps):
         raise ConfigurationError(

@@ -134,7 +134,7 @@ def packed_unit_ids(
 
     Args:
         position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. A unit begins where positions
-            start anew, so a document whose positions start anew within it would count as two units.
+            start anew. So a document whose positions start anew within it would count as two units.
         cu_seqlens: [U + 1], as for varlen attention: 0, and the end of every unit in a stream [T].
         tokens: T of that stream, if padding follows the last unit.
 

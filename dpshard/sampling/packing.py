@@ -1,7 +1,7 @@
 """Pack the documents of a micro-batch into rows of one length, whole and one after another.
 
 Rows are filled by the best fit, the longest document first. Packing depends on the draw and on all lengths, but no
-gradient depends on the packing: attention stays within a unit, and `engine.batches` verifies that.
+gradient depends on the packing. Attention stays within a unit, and `engine.batches` verifies that.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ class TokenStore(Dataset[Tensor]):
         """Write documents, each a sequence of token ids, cut into sequences of at most `length`; return the store.
 
         Tokens take 2 bytes up to a vocabulary of 65,536, else 4. Documents are read once. Raises ConfigurationError for
-        bad sizes, DataError for an id that is not in the vocabulary, and for a folder that holds a store.
+        bad sizes. Raises DataError for an id that is not in the vocabulary, and for a folder that holds a store.
         """
         if not (is_count(length) and is_count(vocabulary)) or not 0 <= pad < vocabulary:
             raise ConfigurationError(

@@ -133,8 +133,8 @@ def _weighted(row: Any, weight: float) -> Any:
 def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -> KeyedUnits:
     """Return a data set of units: unit i is `transform(dataset[i])`, `rows_per_unit` times.
 
-    Augmentation multiplicity of De et al. 2022, arXiv:2204.13650: the engine clips the mean gradient of a sample's
-    augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes, by the global
+    This is the augmentation multiplicity of De et al. 2022, arXiv:2204.13650. The engine clips the mean gradient of a
+    sample's augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes, by the global
     generators of torch, NumPy and Python. The run's key seeds these for every row, so a step can be replayed. The
     guarantee holds if `transform` reads nothing but its item: no mixup with others. Raises ConfigurationError if
     rows_per_unit is not a positive int.

@@ -3,7 +3,7 @@
 [Note: The game]
 The engine under audit repeats the same steps at a learning rate of 0. Half of the trials include one sample, the
 canary; the adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
-from plain autograd, parameter by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
+from plain autograd. It does so by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
 sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
 - the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
 - the same with the deviation of z_p in the first fifth of the trials. Weights r_p / var_p find a parameter with too
@@ -15,8 +15,8 @@ The canary's loss is scaled so that clipping keeps most of it (canary.py). That 
 every loss. Clipping may drop long gradients, or thresholds may follow them.
 
 At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Otherwise they
-are blanks, because their draws would drown the canary's; also under adaptive thresholds, which change their clipped sum
-from trial to trial. Thresholds always drift over a run, so trials come in random order.
+are blanks, because their draws would drown the canary's. So they are under adaptive thresholds, which change their
+clipped sum from trial to trial. Thresholds always drift over a run, so trials come in random order.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def by_coins(q: float) -> Chances:
 
 
 def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
-    """Return the ratios of a canary that is in one random step of each `epoch` steps; in the same if `one_draw`."""
+    """Return the ratios of a canary that is in one random step of each `epoch` steps; the same one if `one_draw`."""
 
     def of_trials(ratio_NT: NDArray[np.float64]) -> NDArray[np.float64]:
         missing = -ratio_NT.shape[1] % epoch  # steps after the end of the trial, which tell nothing

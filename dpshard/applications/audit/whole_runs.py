@@ -4,11 +4,11 @@
 trials include the canary; all other samples are blanks. The adversary knows the weights of the noise. It multiplies the
 releases Y = S + W Z, in the canary's direction, by C = W^-1, and gets C S + Z. That is independent noise, and the
 canary's contributions along its columns of C. A canary in step t shows along column t, so the adversary projects on
-each column where it may be. In units of the sensitivity, a sound engine gives noise of standard deviation sigma, and a
-canary in step t a shift of norm |C_t|.
+each column where it may be. In units of the sensitivity, a sound engine gives noise of standard deviation sigma. A
+canary in step t gives a shift of norm |C_t|.
 
 A fixed order is no secret, so the adversary knows the steps of the canary. Their sum is one shift of norm at most 1. In
-groups of a BandMF it knows the group's turns, each with a coin; in balls in bins only the epochs. Noise along two
+groups of a BandMF it has the group's turns, each with a coin. In balls in bins it has only the epochs. Noise along two
 columns of different turns or epochs is independent, so log likelihood ratios add. The statistics of [Note: The game] in
 steps.py then apply. They are a choice of the adversary: the proof needs none of this.
 """

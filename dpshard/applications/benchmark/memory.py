@@ -1,7 +1,7 @@
 """Peak memory of a training step in a fresh process.
 
-On the CPU: the high-water mark of resident memory (VmHWM of /proc/self/status, reset after a first step) minus resident
-memory before the model. On a GPU: the maximum of torch's allocator.
+On the CPU: the high-water mark of resident memory minus resident memory before the model. It is VmHWM of
+/proc/self/status, reset after a first step. On a GPU: the maximum of torch's allocator.
 """
 
 from __future__ import annotations

@@ -89,7 +89,7 @@ def command(
 
     There are three attacks. The first makes releases nearly without noise, to test sums, noise and batches. The second
     makes many releases of the same steps, with and without an unusual sample. The third, for Poisson sampling, trains
-    on canaries that a coin includes. Exit code 3: an attack proved more than the accounted epsilon, so the model, the
+    on canaries that a coin includes. Exit code 3: an attack proved more than the accounted epsilon. So the model, the
     loss or the engine is wrong. All settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)

@@ -16,7 +16,7 @@ from dpshard.accounting import epsilon_of, rounded_up
 class TrainingProgress(Progress):
     """A bar with step, loss, epsilon and its target, samples per second and remaining time.
 
-    Without a terminal, it is one line per evaluation. Computing epsilon takes a tenth of a second or more, so the bar
+    Without a terminal, it is one line per evaluation. Computing epsilon takes a tenth of a second or more. So the bar
     shows the epsilon of the next evaluation, an upper bound.
     """
 

@@ -1,6 +1,6 @@
 """Who trained on what, when, and with which code: `dpshard train` records it, `dpshard report` shows it.
 
-A fingerprint of the data is an exact function of them. With all other samples, an attacker can try out the last one, so
+A fingerprint of the data is an exact function of them. With all other samples, an attacker can try out the last one. So
 epsilon does not cover fingerprints, and no public page shows them.
 """
 
@@ -85,7 +85,7 @@ def weights_digest(folder: RunFolder, recorded: str | None) -> str | None:
 
 
 def fingerprint(settings: TrainSettings, data: Data) -> str | None:
-    """Return SHA-256 of the data in hex: of a file's bytes, of a folder's paths and files, or of the tensors; or None.
+    """Return SHA-256 in hex of a file's bytes, of a folder's paths and files, or of the tensors; or None.
 
     That of a file is what `sha256sum FILE` prints. None means that nothing here can be read twice.
     """

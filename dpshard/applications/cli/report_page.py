@@ -138,7 +138,7 @@ def _percent(share: float) -> str:
 
 
 def _belief(loss: float, prior: float, say: Texts) -> str:
-    """Return the belief after a result, and its odds: 80% (4 to 1), 40% (1 to 1.5); odds against are rounded down."""
+    """Return the belief after a result, with odds: 80% (4 to 1), 40% (1 to 1.5). Odds against are rounded down."""
     share, odds = _percent(belief(loss, prior)), math.exp(min(loss, 700)) * prior / (1 - prior)
     if odds < 1:
         return say("risk.against", share=share, odds=f"{math.floor(10 / odds + 1e-9) / 10:g}")

@@ -2,7 +2,7 @@
 
 [Note: What survives kill -9]
 Files that a resumed run reads are written under another name, flushed to the disk, and renamed. metrics.jsonl grows by
-one line per step. After a kill it may be ahead of the last checkpoint, or end in half a line, so resuming cuts it back
+one line per step. After a kill it may be ahead of the last checkpoint, or end in half a line. So resuming cuts it back
 to the checkpoint. Nothing private depends on it: damaged lines are dropped, and a missing file starts anew. The steps
 between are computed again with the same samples. With the same sums, they cost no budget (dpshard/noise/digest.py).
 """

@@ -2,7 +2,7 @@
 
 [Note: Bounds of a run]
 Private bounds are a release. So the first process draws them once, from the training rows, and the run folder keeps
-them: other processes and resumed runs read them there.
+them. Other processes and resumed runs read them there.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Fitted:
 
     encoder: Encoder
     target: Column | None
-    """Facts of the label: bounds of a number, names of classes in the order of the outputs; None if not given."""
+    """Facts of the label: bounds of a number, or names of classes in the order of the outputs; or None."""
     earlier: Counts
     weights: tuple[float, ...] | None = None
     """Weights of classes by private counts, for --class-weights balanced."""

@@ -18,7 +18,7 @@ from dpshard.errors import ConfigurationError, DataError
 def load(settings: TrainSettings, agree: Callable[[Callable[[], Any]], Any] = lambda fit: fit()) -> Data:
     """Return the data of a run; raise DataError if they cannot be read, or `train` is empty.
 
-    `agree` gets a function that fits the columns of a table; it returns what all processes use, or the run has already.
+    `agree` gets a function that fits the columns of a table. It returns what all processes use, or the run has already.
     """
     if settings.task == "digits":
         data = _digits(settings)

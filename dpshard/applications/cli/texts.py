@@ -31,7 +31,7 @@ class Texts:
         return key in self.by_key
 
     def under(self, prefix: str) -> dict[str, str]:
-        """Return the texts of the keys that begin with `prefix`, in the order of the file, by the rest of their key."""
+        """Return the texts of the keys that begin with `prefix`, by the rest of their key, in file order."""
         return {key.removeprefix(prefix): text for key, text in self.by_key.items() if key.startswith(prefix)}
 
 

@@ -42,10 +42,9 @@ def command(
 ) -> None:
     """Train a model with differential privacy, by default a classifier of handwritten digits.
 
-    The run folder holds settings, metrics, checkpoints, plots, the weights (model.pt), and a report
-    with the accuracy and the exact privacy guarantee. Ctrl-C saves and stops. --resume continues, also
-    after a crash. Steps that are repeated exactly cost nothing more. On other processes they count
-    again, and the report says so.
+    The run folder holds settings, metrics, checkpoints, plots, and the weights (model.pt). Its report has the accuracy
+    and the exact privacy guarantee. Ctrl-C saves and stops. --resume continues, also after a crash. Steps that are
+    repeated exactly cost nothing more. On other processes they count again, and the report says so.
     """
     if resume is not None and out is not None:
         raise ConfigurationError("--resume continues in the run folder: leave --out out.")

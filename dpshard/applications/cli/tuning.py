@@ -3,7 +3,7 @@
 [Note: What a search publishes]
 Each trial draws its settings from the candidates, trains by `dpshard train`, and is scored on held-out samples.
 Papernot and Steinke 2022, arXiv:2110.03620, bound the best trial's epsilon, if the number of trials has one of their
-distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret; when the
+distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret. When the
 search is done, their folders are removed. Candidates may differ in cost: the bound is that of the worst one.
 
 [Note: Private validation] Validation samples are no training samples. So one person is in the training, at the cost of

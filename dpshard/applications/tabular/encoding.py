@@ -2,8 +2,8 @@
 
 [Note: What an encoder knows]
 Of the table it keeps the names of the columns, their kinds, and private bounds. A kind that nobody gave is that of most
-cells: it counts as public. Public facts (bounds, names of categories) come from the user. Cells that do not fit (no
-number in a column of numbers, no day in one of dates) are missing, and nothing says which.
+cells: it counts as public. Public facts (bounds, names of categories) come from the user. Cells that do not fit are
+missing, and nothing says which: no number in a column of numbers, no day in one of dates.
 """
 
 from __future__ import annotations

@@ -68,10 +68,10 @@ def private_statistics(
     classes: int = 0,
     secret: bytes | None = None,
 ) -> Statistics:
-    """Return bounds [D, 2] of columns, counts of classes if there are `labels` [N], and the one release that they cost.
+    """Return bounds [D, 2] of columns, counts of classes if `labels` [N] are given, and the one release of both.
 
-    `cells_ND` are float64, NaN where missing; `units` [N] are the number of each row's unit, from 0, or None if a row
-    is a unit. `secret` is for tests. See the notes.
+    `cells_ND` are float64, NaN where missing. `units` [N] are the number of each row's unit, from 0; None if a row is a
+    unit. `secret` is for tests. See the notes.
     """
     rows, columns = cells_ND.shape
     units = np.arange(rows) if units is None else units

@@ -4,7 +4,7 @@
 parameter. Any other gradient is a leak, and raises. Clipped sums are summed over ranks ([Note: Why DeepSpeed does not
 reduce]) into accumulators laid out like DeepSpeed's fp32 partitions. At the inner optimizer's step (hook of
 step/optimizer_hook.py) the noised and divided accumulator becomes the partition's gradient. So DeepSpeed's averaging,
-accumulation, buckets, communication dtype and stale gradients have no effect, and without privatization a step has no
+accumulation, buckets, communication dtype and stale gradients have no effect. Without privatization a step has no
 gradient.
 """
 

@@ -13,7 +13,7 @@ _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.li
 def keep_linear() -> None:
     """Restore F.linear, and stop ZeRO-3 from replacing it again.
 
-    Its autograd function saves no unsharded weights (as does `stage3.py`), but hides parameters from rules, in every
+    Its autograd function saves no unsharded weights, as does `stage3.py`. But it hides parameters from rules, in every
     model of the process.
     """
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")

@@ -30,9 +30,9 @@ _Described = dict[str, dict[str, Any]]
 class ZeroState:
     """A TrainingState of the partitions of a ZeRO optimizer.
 
-    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine, `parameters` its
-    trainable ones, `rank` that among the partitions. Raises ConfigurationError if DeepSpeed offloads the optimizer in
-    part.
+    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine. `parameters` are
+    its trainable ones, `rank` is that among the partitions. Raises ConfigurationError if DeepSpeed offloads the
+    optimizer in part.
     """
 
     def __init__(

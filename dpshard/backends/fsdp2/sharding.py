@@ -88,8 +88,8 @@ class FSDP2Sharding(Sharding):
     def _slice(self, parts: ModelParts) -> None:
         """Let the ranks of a model divide sums of terms as FSDP divides parameters.
 
-        See [Note: A reduction in two levels]. If FSDP's mesh has ranks of one model, raises ConfigurationError unless
-        all parameters are terms, and these ranks are evenly spaced among the shards.
+        See [Note: A reduction in two levels]. FSDP's mesh may have ranks of one model. Then raises ConfigurationError
+        unless all parameters are terms, and these ranks are evenly spaced among the shards.
         """
         chunks, ranks = self.shard_mesh.size(), self.mesh.mesh.flatten().tolist()
         of_model = dist.get_process_group_ranks(parts.group)

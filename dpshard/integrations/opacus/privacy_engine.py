@@ -72,7 +72,7 @@ class PrivacyEngine:
 
         `noise_multiplier` is the noise standard deviation over the sensitivity. `max_grad_norm` is the L2 clipping norm
         of a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect,
-        because the user's model stays usable; nor has `rand_on_empty`, because an empty batch is one row that counts
+        because the user's model stays usable. Nor has `rand_on_empty`, because an empty batch is one row that counts
         nothing.
 
         With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"), as with

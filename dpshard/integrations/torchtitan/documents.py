@@ -20,7 +20,7 @@ IGNORED = -100
 class Documents(BaseDataLoader):
     """The documents of a data set of torchtitan's `DATASETS`, by their index; the engine draws them.
 
-    Item i is a dict of "input_ids" and "targets" [T_i], the ids of the next tokens; a document longer than seq_len is
+    Item i is a dict of "input_ids" and "targets" [T_i], the ids of the next tokens. A document longer than seq_len is
     cut. For other data, subclass it with a `Config` of its own, and override `__init__`, `__len__` and `ids`.
     """
 

@@ -98,7 +98,7 @@ def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _mask_within(model: Any) -> None:
-    """Make the masks in the model's forward: the engine runs it on some rows of its inputs, and masks must follow."""
+    """Make the masks in the model's forward. The engine runs it on some rows of its inputs, and masks must follow."""
     forward, masks = model.forward, _without_modes(model.get_attention_masks)
 
     def with_masks(tokens: Tensor, positions: Tensor, attention_masks: Any = None) -> Any:

@@ -2,7 +2,7 @@
 
 [Note: A Trainer on logical batches] torchtitan's Trainer trains on a stream of rows, in which documents lie one after
 another. Its loss is a mean over all tokens of a step. A PrivateTrainer draws documents instead. A step is a logical
-batch of `engine.batches`, a document is a sample, and its loss is the mean over its own tokens. Parallelisms,
+batch of `engine.batches`. A document is a sample, and its loss is the mean over its own tokens. Parallelisms,
 checkpointing of activations, compile, optimizers, schedules, validation, metrics and checkpoints are torchtitan's own.
 What would change or hide gradients before the noise is refused by name.
 """
