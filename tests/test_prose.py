@@ -9,7 +9,7 @@ import pytest
 
 from tests.prose import FILES, GOAL, LIMIT, PAGES, ROOT, docstrings, of_docstrings, sentences, words
 
-ABOVE_GOAL = 226
+ABOVE_GOAL = 90
 """Sentences of docstrings above the goal; lower it when they are fewer."""
 
 BANNED = re.compile(

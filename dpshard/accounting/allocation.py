@@ -9,19 +9,19 @@ at step t, with e_t ~ N(0, sigma^2 (1 - g_t g_t^T)). Given the past, this is N(s
 N(s_t + g_t, sigma^2) at step I. So the releases are one randomised function of x, and the pair (P, Q) dominates both
 directions. This holds for adaptive g_t and s_t as well. It holds for every allocation of the others, hence for their
 mixture. (Feldman and Shenfeld 2025, arXiv:2502.08202, and Chua et al. 2024, arXiv:2412.16802, have the same pair.)
-Epochs draw independently, so they compose. The first n steps of an epoch are a part of its releases, whose pair adds 1
+Epochs draw independently, so they compose. The first n steps of an epoch are a part of its releases. Their pair adds 1
 to coordinate I if I < n.
 
 [Note: Convex order]
 Let A = dP/dQ. Both hockey sticks are means under Q of convex functions of A, (A - e^eps)+ and (1 - e^eps A)+. Under Q,
 A is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2), with mean 1 each. Move the mass of a value
 to its two neighbours on a grid, so that its mean stays. This can only raise means of convex functions, also after
-adding independent variables. So grids give a pair (P', Q') that dominates (P, Q), and 2 log2(T) sums of independent
+adding independent variables. So grids give a pair (P', Q') that dominates (P, Q). 2 log2(T) sums of independent
 variables on grids give the distribution of A. Grids are uniform in log A, and no finer than A is spread.
 
-Masses are kept under Q and under P, where the mass of a value a is a times that under Q. Mass that is cut off counts as
-an infinite loss: at most TAIL at each end of each grid. A is a sum over a tree of 2 T nodes, so this is less than 8 T
-TAIL in all. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
+Masses are kept under Q and under P. Under P, the mass of a value a is a times that under Q. Mass that is cut off counts
+as an infinite loss: at most TAIL at each end of each grid. A sums over a tree of 2 T nodes, so it is less than 8 T TAIL
+in all. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
 central limit approximation ("gdp") is computed here; it is not an upper bound.
 
 "pld" is composed in convolution.py, whose note bounds what rounding hides of delta. dp-accounting itself rounds losses
-pessimistically, but composes them by a plain Fourier transform, with errors of either sign of some T 2^-53.
+pessimistically. But it composes them by a plain Fourier transform, with errors of either sign of some T 2^-53.
 
 [Note: Discrete Gaussian noise under sampling]
 Let Q be the noise on Z^d with standard deviation s, and P the noise shifted by v in Z^d, |v| <= s / sigma. A step that
 draws a sample with probability q releases M = (1 - q) Q + q P if the data contain it, else Q. (Both are shifted by the
-sum of the other samples and mixed over their draw, on which v may depend; mixing increases no Renyi divergence.) At
+sum of the other samples and mixed over their draw, on which v may depend. Mixing increases no Renyi divergence.) At
 every whole order a:
 - E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l], where E_Q[(P/Q)^l] is exp(l (l - 1)
   |v|^2 / (2 s^2)), exactly as for Gaussian noise: the remaining factor is the sum of exp(-|y - l v|^2 / (2 s^2)) over
@@ -21,7 +21,7 @@ every whole order a:
   The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, as b >= 1,
   and t is larger for the lower interval.
 So at whole orders the Renyi divergences are at most those of the sampled Gaussian, which dp-accounting computes.
-Nothing is claimed of other orders: (a - 1) D_a is convex in a, but chords between whole orders never give a lower
+Nothing is claimed of other orders. (a - 1) D_a is convex in a, but chords between whole orders never give a lower
 epsilon. Nor is anything claimed of privacy loss distributions: discrete noise differs between directions.
 """
 

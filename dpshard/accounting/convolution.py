@@ -8,15 +8,15 @@ than delta. So tilt first: with q_j = p_j exp(t j - c), and c chosen so that q s
 
     p*_J = q*_J exp(C - t J),    C the sum of all c,
 
-exactly, for every t. At a good t the masses q* are largest where x is near epsilon, and rounding is small relative to
-delta. Any t >= 0 gives a bound. Let L = 2^k be the length of the transforms, u = 2^-53, a = 12 k u, and w_J >= 0 the
-factor of q*_J in delta. What the computed delta lacks at most:
+exactly, for every t. At a good t the masses q* are largest where x is near epsilon. Then rounding is small relative to
+delta. Any t >= 0 gives a bound. Let L = 2^k be the length of the transforms, u = 2^-53, and a = 12 k u. Let w_J >= 0 be
+the factor of q*_J in delta. What the computed delta lacks at most:
 - Transforms. A frequency f of q is a sum of L terms, each rounded in k levels. A level has an addition, u, and a
-  multiplication by a twiddle factor: sqrt(5) u for the product and 4 u for the factor. So f errs by at most a (sum of
-  q). The product of powers f^n then errs by prod (|f| + a)^n times the sum of n a / (|f| + a). Its N complex
-  multiplications (by repeated squaring) add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham 2002,
-  "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error of q*.
-  By Cauchy and Schwarz, delta errs by |w| E (2-norm of w over x > epsilon).
+  multiplication by a twiddle factor. That errs by sqrt(5) u for the product and 4 u for the factor. So f errs by at
+  most a (sum of q). The product of powers f^n then errs by prod (|f| + a)^n times the sum of n a / (|f| + a). Its N
+  complex multiplications (by repeated squaring) add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham
+  2002, "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error
+  of q*. By Cauchy and Schwarz, delta errs by |w| E (2-norm of w over x > epsilon).
 - The window. Transforms are circular: masses outside a window of L points appear inside it. That adds to delta. What
   lies above the window is missing: at most exp(K(s) - s * its upper end), K the log-moments of p*, for every s > 0.
 - Relative rounding of q, w and of sums of positive terms: a factor, counted in `_Composed.relative`.
@@ -129,7 +129,7 @@ def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tu
 
 
 def epsilon(steps: Steps, delta: float) -> float:
-    """Return an upper bound of epsilon at `delta` of all steps; inf if `delta` is below the mass of infinite losses."""
+    """Return an upper bound of epsilon at `delta`; inf if `delta` is below the mass of infinite losses."""
     lost = sum(count * (losses.infinite + SINGLE_ABSOLUTE) for losses, count in steps)
     if lost >= delta:
         return math.inf
@@ -251,7 +251,7 @@ class _Spectrum:
 
 
 def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
-    """Return a tilt per grid point, a window (first point, length), and an order for the bound on what lies above it.
+    """Return a tilt per grid point, a window (first point, length), and an order for the bound above it.
 
     Any choice is sound. This one takes the best tilt for Renyi divergences whose window is not too long.
     """

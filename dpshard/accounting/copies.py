@@ -3,11 +3,11 @@
 [Note: Copies of a step share their batch]
 A step that is taken again draws the same samples: its batch is a function of run secret and step. So k releases of one
 step are not k independently sampled ones: they cost more. A sample is in all of their batches or in none. Given that it
-is, it moves k sums, even if chosen one after the other, by at most R each, under independent noise. That is one
+is, it moves k sums by at most R each, even if chosen one after the other. Their noise is independent. That is one
 Gaussian mechanism of sensitivity sqrt(k) R. So copies cost what one release costs with the same sampling and noise
-multiplier sigma / sqrt(k), with k times as many elements for discrete noise. Other steps lie between the copies, and
-each step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and
-Zhang 2023, arXiv:2207.08335).
+multiplier sigma / sqrt(k). Discrete noise counts k times as many elements. Other steps lie between the copies, and each
+step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
+2023, arXiv:2207.08335).
 
 A script that feeds its own batches may draw the same batch again, or another one. Then the k copies fall into groups
 with a batch each. Of the groups in order of their sizes, the i-th has at most k / i copies. So k copies are charged as

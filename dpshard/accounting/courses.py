@@ -3,34 +3,34 @@
 [Note: Ways to sample]
 - "poisson": every step draws each sample with probability B / N. A step is a release of its own.
 - "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. An order that every epoch repeats
-  has this property, with or without the last, smaller batch; so has a cyclic order. The releases of a run are W (C S +
-  Z), where C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian mechanism] in noise/correlation.py). Without
+  has this property, with or without the last, smaller batch. So has a cyclic order. The releases of a run are W (C S +
+  Z). C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian mechanism] in noise/correlation.py). Without
   amplification by sampling, the run is one Gaussian release with the sensitivity of C under that separation.
 - "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
-  probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps, one
-  for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with probability b B /
-  N, independently of all others, along one column of norm at most |c|. So a window is a Poisson-sampled Gaussian, and
-  the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
+  probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps.
+  There is one for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with
+  probability b B / N, independently of all others. It contributes along one column of norm at most |c|. So a window is
+  a Poisson-sampled Gaussian, and the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
 
 - "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release of its own (epochs.py). With
   correlated noise it is the same step in all epochs, and the run is one release ([Note: The pair of correlated bins] in
   simulation.py).
 
-Neighbours of the last three are zero-out: a sample that contributes nothing keeps its place in the order, else all
+Neighbours of the last three are zero-out. A sample that contributes nothing keeps its place in the order; otherwise all
 later samples would move.
 
 [Note: Branches of a run]
 A run may go back to an earlier state, and on from there with other sums. Its steps then are a tree. The noise z of a
 step depends on all sums on the path to it (step/chain.py). So the z of different steps are independent, also in
-different branches. Rows of C S + Z that a branch shares with others are released once. A sample moves the rows on the
-path to a leaf after n steps by at most D_n, the sensitivity of the first n rows. Each row is on a path to a leaf. So it
-moves all rows together by at most the root of the sum of D_n squared over the leaves. The tree is one Gaussian
-mechanism of this sensitivity. This holds row by row, so sums may depend on earlier releases of any branch.
+different branches. Rows of C S + Z that a branch shares with others are released once. Let D_n be the sensitivity of
+the first n rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. Each row is on a path to a
+leaf. So it moves all rows together by at most the root of the sum of D_n squared over the leaves. The tree is one
+Gaussian mechanism of this sensitivity. This holds row by row, so sums may depend on earlier releases of any branch.
 
 A `Span` begins where a release does not follow the last one. So every leaf has at least one, which ends with that leaf
-or later. In cyclic sampling, a window with rows of k spans has at most k leaves, and all branches draw the same
-samples. So it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not begin
-at multiples of b. Window r lies in the steps [r b, (r + 2) b), and counts all spans there.
+or later. In cyclic sampling, a window with rows of k spans has at most k leaves. All branches draw the same samples. So
+it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not begin at multiples
+of b. Window r lies in the steps [r b, (r + 2) b), and counts all spans there.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 [Note: Epochs of a run]
 Each sample is in one random step of every epoch of T steps. So the T sums of an epoch are one release ([Note: The pair
-of random allocation] in allocation.py), and the first n of them are one of `allocated_steps` = n. Epochs draw
+of random allocation] in allocation.py). The first n of them are one of `allocated_steps` = n. Epochs draw
 independently, so they compose.
 
 A step that is taken again has independent noise, and draws the same batch. If step t was released k_t times, P adds

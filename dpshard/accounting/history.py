@@ -66,7 +66,7 @@ class History:
         return identity in self._own.get(step, ())
 
     def follows(self, identity: bytes, *, of_own: bool = False) -> bool:
-        """Return True if this release is the next one on the path of the last counted one, or of this process."""
+        """Return True if this release follows the last counted one, or that of this process, on its path."""
         own = not self._own_place or succeeds(identity, self._own_tip)
         return own and (of_own or succeeds(identity, self._tip))
 
@@ -92,7 +92,7 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        This is so if this process was at this place, and has since loaded no state that replaced some of its releases.
+        This is so if this process was at this place, and has since loaded no state without some of its releases.
         Otherwise the releases of the state replace those of the last loaded one. Raises CheckpointError, without any
         change, for a damaged state.
         """

@@ -148,7 +148,7 @@ class PrivacyLedger:
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
     def _allows_spans(self, spans: list[Span], target_epsilon: float, target_delta: float, course: Course) -> bool:
-        """Return True if `spans` fit the budget; first tries them with the rest of the plan, the same at every step."""
+        """Return True if `spans` fit the budget. First tries them with the rest of the plan, the same at every step."""
         finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, course.steps))]
         costs = (tuple((self._earlier + cost_of(each, course)).items()) for each in (finished, spans))
         return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)

@@ -169,8 +169,9 @@ class Mechanism(SampledMechanism):
     """Everything that determines the privacy guarantee and its report."""
 
     max_grad_norm: float
-    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups; with adaptive
-    thresholds, at the first step."""
+    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups. With adaptive
+    thresholds, it is that of the first step.
+    """
     clipping_fn: str
     """`repr` of the clipping function with its settings; it guarantees factor * norm <= threshold."""
     clipping_groups: tuple[tuple[str, ...], ...]

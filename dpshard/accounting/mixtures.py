@@ -1,10 +1,10 @@
 """Privacy losses of steps that draw single samples, if a unit of privacy has several samples.
 
 [Note: Units of several samples]
-A step draws every sample with probability q, independently. So it draws k of the at most G samples of a unit, and the
+A step draws every sample with probability q, independently. So it draws k of the at most G samples of a unit. The
 distribution Binomial(G, q) dominates that of k. Each sample moves the sum by at most R. A data set in which the unit's
-samples contribute zero releases Q = N(0, sigma^2), the other one a mixture of shifts. In units of R, the pair of Q and
-P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both directions:
+samples contribute zero releases Q = N(0, sigma^2). The other one releases a mixture of shifts. In units of R, the pair
+of Q and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both directions:
 - norms may replace vectors (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7);
 - a distribution of larger k gives no smaller divergence (ibid., Lemma 4.5). This covers units with fewer samples, and
   mass that is moved to a larger k.

@@ -2,18 +2,18 @@
 
 [Note: Releases and relations]
 A step releases one noisy sum over a Poisson batch (or a release covers several steps). Composition ignores the order of
-steps, so a run is a multiset of releases. Neighbouring data sets of the engine have the same N samples, except that one
-sample contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this.
+steps, so a run is a multiset of releases. Neighbouring data sets of the engine have the same N samples. But one sample
+contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this.
 - Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
   engine refuses a data set of another length.)
 - With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
   gives its slot to another one, which moves the sum by 2 R. The bound covers both.
 
 [Note: The price of a grid]
-Discrete Gaussian noise has standard deviation s = 2^24 grid steps. Rounding two sums of d elements to the grid first
-moves them apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in noise/keyed.py). A step is sigma R / s
-long, so sums at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is the
-accounted noise multiplier: sigma / (1 + ROUNDING sqrt(d) sigma / s), 0.2% below sigma = 1 for a billion elements.
+Discrete Gaussian noise has standard deviation s = 2^24 grid steps. Rounding to the grid moves two sums of d elements
+apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in noise/keyed.py). A step is sigma R / s long. So sums
+at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is the accounted noise
+multiplier, sigma / (1 + ROUNDING sqrt(d) sigma / s). For a billion elements it is 0.2% below sigma = 1.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class Release:
     """Cap of a truncated Poisson batch, or None."""
     quantile_counts: int = 0
     """Groups that release a count of unclipped samples, for adaptive thresholds. Sum and counts form one Gaussian
-    mechanism of this noise multiplier: the counts use part of its budget, and cost nothing more."""
+    mechanism of this noise multiplier. The counts use part of its budget, and cost nothing more.
+    """
     discretized_elements: int | None = None
     """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
     max_rows_per_unit: int = 1
@@ -64,7 +65,7 @@ class Release:
     """
     overlaps: tuple[float, ...] | None = None
     """If given, the sums of a whole run with correlated noise. Each sample is in the same random step of all epochs of
-    `allocated_steps` = T steps; [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py.
+    `allocated_steps` = T steps. It is [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py.
     """
 
     def __post_init__(self) -> None:

@@ -1,7 +1,7 @@
 """Privacy losses of balls in bins with correlated noise: an upper bound by a public simulation.
 
 [Note: The pair of correlated bins]
-Each sample is in bin I, uniform on 0, ..., T - 1, in all epochs: it takes part at the steps I, I + T, ... There it
+In all epochs each sample is in bin I, uniform on 0, ..., T - 1. It takes part at the steps I, I + T, ... There it
 contributes g_s, |g_s| <= 1 in units of R, which may depend on earlier releases. Given I = i, it moves row t of C S + Z
 by v_t(i), the sum of c_{t-s} g_s over its steps s <= t. See [Note: A run as one Gaussian mechanism] in
 noise/correlation.py. Let u_t(i) be the sum of |c_{t-s}|, so |v_t(i)| <= u_t(i). Compare P, with the sample, and Q,
@@ -16,7 +16,7 @@ direction: (A - e^eps)+ or (1 - e^eps A)+.
   every entry, and a_i >= 0. Then E F(sum of a_i exp(X_i - K_ii / 2)) <= E F(sum of a_i exp(Y_i - K'_ii / 2)). For, mix
   them: sqrt(1 - r) X + sqrt(r) Y with X and Y independent. Let w be the summands. The derivative by r of the mean of F
   is half the sum over i, j of (K'_ij - K_ij) E[w_i w_j F''(sum of w)]. No term is negative.
-- Rows one by one, from the last: suppose that from row t + 1 on, whatever was released, numbers u are worst. Given the
+- Rows one by one, from the last. Suppose that from row t + 1 on, whatever was released, numbers u are worst. Given the
   rows before t, v_t is fixed, and <v_t(i), v_t(j)> <= u_t(i) u_t(j). The later rows are independent of x_t. So Kahane's
   inequality covers row t, too.
 Joint convexity covers the mixture over the bins of the others. (Choquette-Choo et al. 2024, arXiv:2410.06266, have the
@@ -24,8 +24,8 @@ same pair for C >= 0.) A tree of branches has k leaves ([Note: Branches of a run
 have covariance K, so all rows have at most k K: sigma / sqrt(k).
 
 [Note: Bins on a circle]
-K_ij is the sum over t of u_t(i) u_t(j). Let the rows be a circle of E T >= steps, and the columns of |C| run on beyond
-the end, at the beginning. No product in K is lost, others only add, and the new K'_ij depends on i - j mod T only. By
+K_ij is the sum over t of u_t(i) u_t(j). Let the rows be a circle of E T >= steps. The columns of |C| run on beyond the
+end, at the beginning. No product in K is lost, others only add, and the new K'_ij depends on i - j mod T only. By
 Kahane's inequality, (P', Q') with K' dominates (P, Q). Now all bins are alike: under P', take I = 0. `overlaps` are
 K'_d / K'_0; `course.sensitivity` is the root of K'_0. Overlaps are rounded up. What the matrix then lacks to be a
 covariance is added to its diagonal.
@@ -35,12 +35,12 @@ Draw N values of the loss, log A under P' (or -log A under Q'). As a function of
 a gradient of norm at most l = root of K'_0 / sigma. The gradient is a mean of those of linear functions. So Gaussian
 isoperimetry holds (Borell 1975; Sudakov and Tsirelson 1978). If P(loss > t) <= 1 - Phi(a), then P(loss > t + s) <= 1 -
 Phi(a + s / l) for all s >= 0. Let t be the k-th largest of the N draws. The mass above it is Beta(k, N - k + 1), and
-exceeds its quantile p with probability `failure` only. So beyond t the loss is at most Gaussian with deviation l, which
+exceeds its quantile p with probability `failure` only. So beyond t the loss is at most Gaussian with deviation l. That
 costs little: far out, one bin decides the loss.
 
-FAILURE covers all of it: both directions, all RANKS, and every sigma of a grid with ratio RATIO, to which sigma is
-rounded down. So sigma may be chosen by the same draws. Delta of the guarantee includes FAILURE for each such release.
-The draws have a fixed seed, so that all agree on epsilon: they stand for a seed that was chosen before anything else.
+FAILURE covers all of it: both directions, all RANKS, and every sigma of a grid with ratio RATIO. Sigma is rounded down
+to the grid. So sigma may be chosen by the same draws. Delta of the guarantee includes FAILURE for each such release.
+The draws have a fixed seed, so that all agree on epsilon. It stands for a seed that was chosen before anything else.
 """
 
 from __future__ import annotations

@@ -3,9 +3,9 @@
 [Note: Facts of a run]
 Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums; other data change the
 sums. Loading a state under other facts warns that steps may count twice; only the digest of the sums decides. Data are
-identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows,
-which reveals another data set, but not one changed row. Of a Subset, the chosen indices count, too. Other data sets are
-not read: reading could open files before workers start, or draw random numbers.
+identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows. It
+reveals another data set, but not one changed row. Of a Subset, the chosen indices count, too. Other data sets are not
+read: reading could open files before workers start, or draw random numbers.
 
 Poisson sampling draws every sample alike, so the order of the rows does not matter between steps. Under other sampling
 it decides when a sample comes again. So other rows are refused there, once a step was released.

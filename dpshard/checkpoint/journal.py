@@ -4,7 +4,7 @@
 A crash forgets the releases after the last checkpoint, which may have been seen. So the journal has step and identity
 of each release before its noise is added ([Note: What a step that is taken again costs]). They are on the disk before
 the release is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
-out; repeating one costs nothing more. The release of a truncated entry was not handed out.
+out. Repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 
 from __future__ import annotations

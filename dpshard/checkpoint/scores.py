@@ -5,11 +5,11 @@ A score is the number of right answers on M validation samples plus Gaussian noi
 by at most 1, whatever weights answer. K scores, each with noise of standard deviation sqrt(K) sigma, compose exactly to
 one Gaussian release of sigma. Later weights may depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3.
 A training sample is in no score, and a validation sample in no sum. So what is chosen by scores costs a training sample
-what the run costs, and a validation sample what the scores cost. A person with samples in both pays both: then
+what the run costs. It costs a validation sample what the scores cost. A person with samples in both pays both: then
 `earlier` is a part of the run.
 
-Two scores of one step would be two releases, and their mean has less noise. So the file decides: a score is drawn
-under a lock on the file, after a look at what others have written. Ranks need not share a disk, so only rank 0 draws.
+Two scores of one step would be two releases, and their mean has less noise. So the file decides. A score is drawn under
+a lock on the file, after a look at what others have written. Ranks need not share a disk, so only rank 0 draws.
 """
 
 from __future__ import annotations

@@ -81,8 +81,8 @@ def contents(folder: Path) -> Mapping[str, Any]:
 def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
     """Read the values named in `state`: tensors in place, other values replaced.
 
-    Raises CheckpointError, before a tensor changes, if a name is missing, a shape differs, or, unless `partly`, the
-    checkpoint has further names.
+    Raises CheckpointError, before a tensor changes, if a name is missing or a shape differs. Unless `partly`, further
+    names in the checkpoint are an error, too.
     """
     _know_that_one_process_suffices(ranks)
     with _explained(folder, "read"):

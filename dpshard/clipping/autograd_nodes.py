@@ -61,7 +61,7 @@ def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
 
 
 def _wants(node: Any) -> bool:
-    """Return True if the running pass needs the gradient that goes to a node; the first of two passes may not."""
+    """Return True if the running pass needs a node's gradient; the first of two passes may not."""
     reached = _reached([(node, 0)])
     return reached is None or reached[0]
 

@@ -76,7 +76,7 @@ class Parts(Protocol):
         ...
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
-        """Return the whole of a sum of which each rank has a slice, or the sum itself; all ranks call it."""
+        """Return the whole of a sum of which each rank has a slice, or the sum; all ranks call it."""
         ...
 
     def summed(self, x: Tensor) -> Tensor:

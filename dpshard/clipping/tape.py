@@ -1,9 +1,9 @@
 """The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
 
-All forwards of a micro-batch of `engine.batches` share a tape, so a sample has one gradient and one coefficient however
-often the model is called. A group's first use makes its anchor. Autograd runs younger nodes first, so groups close, and
-free their records, early. See [Note: Anchor, slot, tap] in autograd_nodes.py. With two passes each parameter has its
-own anchor, because the second pass has all coefficients.
+All forwards of a micro-batch of `engine.batches` share a tape. So a sample has one gradient and one coefficient,
+however often the model is called. A group's first use makes its anchor. Autograd runs younger nodes first, so groups
+close, and free their records, early. See [Note: Anchor, slot, tap] in autograd_nodes.py. With two passes each parameter
+has its own anchor, because the second pass has all coefficients.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class QuantileTracking:
     """Each group's threshold follows a quantile of its gradient norms; see [Note: Counts within the same noise].
 
     After a step R <- R exp(-learning_rate (f - quantile)). f in [0, 1] is the noisy share of samples with norms up to
-    R: the count over the expected batch size, which is public.
+    R. It is the count over the expected batch size, which is public.
     """
 
     quantile: float = 0.5

@@ -2,7 +2,7 @@
 
 [Note: Where interception happens]
 Every module with parameters gets its own forward. The outermost call opens a tape and enters a TorchFunctionMode; inner
-modules run unchanged within it. Activation checkpointing runs a module again inside backward: that call enters the mode
+modules run unchanged within it. Activation checkpointing runs a module again inside backward. That call enters the mode
 with slots that lead nowhere, because only the recomputed tensors matter. A compiled module is patched outside its
 compiled call, where its slots are made; see compiled.py.
 """

@@ -151,7 +151,7 @@ class Layouts:
         """Return True if the order of equal rows of units will be verified, or does not matter.
 
         One unit is not compared with others. Alone, it comes with its copies only, which a wrong order may bring
-        together; where a rank has one unit, another may have two.
+        together. Where a rank has one unit, another may have two.
         """
         if run.rows > 1:
             return self._verified

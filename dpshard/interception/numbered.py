@@ -1,6 +1,6 @@
 """Sources of a compiled region, by number.
 
-Dynamo guards on every string that it reads, so a graph with the names of one block serves no other block. A region
+Dynamo guards on every string that it reads. So a graph with the names of one block serves no other block. A region
 therefore numbers its parameters, in an order that equal blocks share.
 """
 

@@ -4,8 +4,8 @@
 Rules treat each of the N = R * T tokens of a stream as a sample with one position. An argument [R, T, ...] becomes [N,
 1, ...], which keeps its rank, and the output goes back. `records.Owners` then assigns the N rows to their units. Shapes
 tell where tokens are: [R, T, ...], [T, R, ...] or [N, ...]. Inputs show no evidence for that, as they do for samples.
-So the engine always compares packed units with each unit alone (verification/packed.py), and a function whose input
-carries data without such a shape is refused.
+So the engine always compares packed units with each unit alone (verification/packed.py). It refuses a function whose
+input carries data without such a shape.
 """
 
 from __future__ import annotations

@@ -1,17 +1,17 @@
 """Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
 
 [Note: Routed rows]
-The data decides the number and order of the rows of `x[token_ids]`, so only the values of the index show them. A route
+The data decides the number and order of the rows of `x[token_ids]`. So only the values of the index show them. A route
 starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions that make
 row n of the output from row n of the input only. It ends where each row is added to a row of its own sample, or where
-rows return to the order of the samples. Any other function loses rows that are out of order; the next parameter that
-meets lost rows is refused.
+rows return to sample order. Any other function loses rows that are out of order; the next parameter that meets lost
+rows is refused.
 
 [Note: Packed sequences]
-Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all samples that are as long.
-Row (t, b) belongs to the sample of row b, sorted by length or not; padding returns rows to columns of one sample each.
-Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be permuted, packed, or
-read one step at a time; any other function loses them.
+Packing turns [B, T, ...] or [T, B, ...] into rows. Step 0 of all samples comes first, then step 1 of all samples that
+are as long. Row (t, b) belongs to the sample of row b, sorted by length or not. Padding returns rows to columns of one
+sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be
+permuted, packed, or read one step at a time; any other function loses them.
 
 [Note: Rows on other ranks]
 Ranks that hold parts of one model may send each other rows by all_to_all_single, as to experts on several ranks. The

@@ -2,10 +2,10 @@
 
 [Note: Units]
 A sample is a unit of K rows; K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units as
-one dimension of m * K, with the rows of a unit adjacent. Only here rows become units: `Run.leaves` have both
-dimensions, and `Run.on` joins them. So a unit is a sample with its rows flattened into the batch before the model. All
-other code handles such rows already: probes find them, rules join them into one record, and verification compares the
-sample with others.
+one dimension of m * K. The rows of a unit are adjacent. Only here rows become units: `Run.leaves` have both dimensions,
+and `Run.on` joins them. So a unit is a sample with its rows flattened into the batch before the model. All other code
+handles such rows already. Probes find them, rules join them into one record, and verification compares the sample with
+others.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def plan_run(
     plan: MicroBatchPlan | None,
     rows_per_unit: int = 1,
 ) -> Run:
-    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only one that is.
+    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only such one.
 
     B counts rows, `rows_per_unit` a sample. Raises BatchLayoutError unless an input has samples in dimension 0.
     """

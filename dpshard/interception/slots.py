@@ -95,7 +95,7 @@ class SlotRecorder(Slots):
 class PreallocatedSlots(Slots):
     """Gives a compiled region its premade slots, in order.
 
-    Made where dynamo traces: one made outside would have to show what the trace wrote, so the graph would return it.
+    Made where dynamo traces. One made outside would have to show what the trace wrote, so the graph would return it.
     """
 
     compiled: bool = True

@@ -8,7 +8,7 @@ multiprocessors, and a part of a tensor is not the tensor's part.) It passes sta
 160 bits name a stream: the key, and the upper three words of the counter. (Under 64 bits, two of 10^9 blocks of a long
 run would have the same noise with probability 2.7%.) Element k lies in half k // HALF % 2 of a tile of
 2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first
-takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations; the angle has
+takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has
 24 bits in float32, as every float32, and 53 in float64. `release_` adds the noise; `triton.release_` does the same in
 one pass.
 """

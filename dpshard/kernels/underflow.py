@@ -4,7 +4,7 @@
 In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number. It rounds to few bits, or to
 zero. A large factor may bring the loss back. Rows of 1e-23 and columns of 1e19 make gradients of 1e-4, but the squares
 of such rows are zero. Clipping is sound for any data if no measured norm is below the true one. So every sum of squares
-or products includes what underflow may hide of it, in three places: `norms`, `gram` and sums of products. The proof
+or products includes what underflow may hide of it. Three places do so: `norms`, `gram` and sums of products. The proof
 leaves out rounding, which numerics.RESOLUTION covers.
 
 1. *Sums.* A product that underflows is off by less than tiny, and so is each sum that takes it up. Three such errors a
@@ -14,9 +14,9 @@ leaves out rounding, which numerics.RESOLUTION covers.
    such norms are upper bounds, too: ghost norms of one position, and the scales of rounding.
 3. *Ghost norms.* Let A and B be the Gram matrices of T rows and T columns. The squared norm of sum_t r_t (x) c_t is the
    sum of the elements of their elementwise product A * B. A measured matrix is A + E. By 1, every element of E is below
-   hidden(n) in size, so its eigenvalues are below T hidden(n) = hidden(T n) in size. So P = E + hidden(T n) I is
+   hidden(n) in size. So its eigenvalues are below T hidden(n) = hidden(T n) in size. So P = E + hidden(T n) I is
    positive semidefinite. `gram` returns A + P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q
-   are positive semidefinite, so the sums of their elements are not negative. So sum (A + P) * (B + Q) >= sum A * B.
+   are positive semidefinite. So the sums of their elements are not negative. So sum (A + P) * (B + Q) >= sum A * B.
    Underflow hides at most hidden(T^2) of the sum itself, which is added. The Gram matrix of windows is a sum of
    submatrices of that of pixels, with the same rows and columns. So it inherits P.
 4. *Inner products* of gradients of several records hide at most hidden(n), which is added. Both factors are gradients,

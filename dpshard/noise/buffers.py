@@ -1,7 +1,7 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
 [Note: Vectors kept] The noise y = C^-1 z of a run has C y = z. With c_0 = 1 and b bands, y_t = z_t - c_1 y_{t-1} - ...
-- c_{b-1} y_{t-b+1}. So a step draws one vector, if the rank keeps the last b - 1 vectors y of its shards: a `_Ring`. A
+- c_{b-1} y_{t-b+1}. So a step draws one vector, if a `_Ring` keeps the last b - 1 vectors y of the rank's shards. A
 ring holds the key of its last vector's step. A key identifies the whole path to its step ([Note: A chain of sums] in
 step/chain.py). After a resume, a rewind, or with other shards, that is not the step before. Then the ring runs through
 all earlier steps again, from their keys. It draws as many vectors as one step without buffers. So buffers are never

@@ -1,10 +1,10 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 [Note: A run as one Gaussian mechanism]
-Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}: the clipped sum s_t, and noise z_t, independent over steps.
-In matrices, Y = S + W Z = W (C S + Z). W is lower triangular and Toeplitz, with w_0 = 1; C is its inverse, with entries
-c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. C is lower triangular, so the guarantee also holds for
-sums that depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
+Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}. s_t is the clipped sum, z_t the noise, independent over
+steps. In matrices, Y = S + W Z = W (C S + Z). W is lower triangular and Toeplitz, with w_0 = 1; C is its inverse, with
+entries c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. C is lower triangular. So the guarantee also holds
+for sums that depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 [Note: The sensitivity of a strategy]
 A sample takes part at the steps t_1 < ... < t_k, with t_{i+1} - t_i >= b, and contributes g_i there, |g_i| <= R. It
@@ -19,11 +19,11 @@ steps 0, b, ..., (k - 1) b. No term is negative, so further participations only 
 
     |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
 
-The same holds for the first n rows alone: of e for T steps, take the first n rows of the sum.
+The same holds for only the first n rows: of e for T steps, take these rows of the sum.
 
-If c is positive and never rises, as with the default weights, E is C, and equal g_i reach the bound: it is the
+If c is positive and never rises, as with the default weights, E is C. Equal g_i reach the bound, so it is the
 sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
-distance of b are orthogonal, and |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
+distance of b are orthogonal. Then |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
 """
 
 from __future__ import annotations

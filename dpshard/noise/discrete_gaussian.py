@@ -18,10 +18,10 @@ probability a / 2, then a / 3, ... . The number of successes is even with probab
 probability a / i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
-Draw cell k if a uniform U of infinitely many bits lies between C(k - 1) and C(k), C the distribution function of the
-cells. These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of their
-bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17. Then more bits of
-both decide. Tests cut U into shorter words to reach this case.
+Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -
+1) and C(k). These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of
+their bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17. Then more
+bits of both decide. Tests cut U into shorter words to reach this case.
 
 [Note: Overflow]
 Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) /

@@ -9,7 +9,7 @@ last bits of a logarithm or a cosine depend on the processor, on compiled code (
 
 [Note: Vectors drawn again]
 Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
-So nothing is stored: each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
+So nothing is stored. Each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
 the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
 
 [Note: Secure noise] The set of floats that a sampler can return may reveal the sum under the noise. See Mironov 2012,
@@ -26,15 +26,15 @@ elements.
 `KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =
 std / s, s = 2^24. To x / g it adds an integer of the discrete Gaussian with parameter s. Every other sum also reaches
 every point of the grid. Rounding the result to the dtype of the sum is post-processing.
-- Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double,
-  at most 2^-6 below LIMIT = 2^48. So in each of d elements, the integers of two sums differ by at most as much as the
-  sums plus ROUNDING = 1 + 2^-5 steps. In all it is R / g + ROUNDING sqrt(d). The accountant charges for it ([Note: The
-  price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
+- Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double.
+  That is at most 2^-6 below LIMIT = 2^48. So in each of d elements, the integers of two sums differ by at most as much
+  as the sums plus ROUNDING = 1 + 2^-5 steps. In all it is R / g + ROUNDING sqrt(d). The accountant charges for it
+  ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
 - Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
 - A NaN in a sum stays a NaN.
 - Rejection takes a random number of bits per integer. So each block is cut into pieces, each under its own key and
-  drawn whole; short pieces come first, because most parameters are short.
+  drawn whole. Short pieces come first, because most parameters are short.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ class KeyedGaussian:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
 
         Returns the L2 norm of all shards before the noise, [], float64, on the device of the first. Raises
-        ConfigurationError, and changes no shard, for a tensor of half precision, a sharded one, or a std that is
-        negative or not finite.
+        ConfigurationError, and changes no shard, for a tensor of half precision or a sharded one. Raises it for a std
+        that is negative or not finite.
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")

@@ -7,10 +7,10 @@ factor 1 - decay at each step. So the model is a sum of gradients with a Toeplit
 mean square over the steps of the norms of the rows of A W.
 
 [Note: Optimised coefficients]
-Coefficients x of one of W and C minimise the sensitivity of C, for all participations of a sample, times this error.
-The search starts from the root of A as C, which is optimal without limits (Henzinger and Upadhyay 2022,
-arXiv:2202.11205), cut to its bands. Gradients are exact: for y = 1 / x, dy = -y * y * dx, and A, as a Toeplitz
-matrix, has a reversed convolution as its transpose.
+Coefficients x of one of W and C minimise this error times the sensitivity of C, for all participations of a sample. The
+search starts from the root of A as C, cut to its bands. Without limits it is optimal (Henzinger and Upadhyay 2022,
+arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx. A is a Toeplitz matrix, so its transpose is a
+reversed convolution.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ Small = PerSampleGrad | OuterProduct
 """Records that join."""
 
 _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
-"""Bytes of a small product with its sum, by device: copies take less time than the calls, or launches, they save."""
+"""Bytes of a small product with its sum, by device. Copies take less time than the calls or launches that they save."""
 _TOGETHER = 2**5
 """Bytes of a bundle of products, over those of the largest small one; bounds the memory of the copies."""
 
@@ -80,7 +80,7 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
 
 
 def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
-    """Join products of equal sizes: a weight [G, R, C] of each of n parameters is one of [n * G, R, C]."""
+    """Join products of equal sizes. A weight [G, R, C] of each of n parameters is one of [n * G, R, C]."""
     shapes = {name: record.shape for name, record in products.items()}
     # By group, then by sample, as the clipped sum multiplies them.
     rows, cols = (

@@ -13,7 +13,7 @@ cache while it waits for the norms of other layers. Gathering the windows of a c
 Small images with many channels need no windows. The inner product of two windows is a sum of entries of the Gram matrix
 of all pixels.
 
-The choice depends on sizes, dtype, device and compiled code, never on the clock, so a run resumed in the same place
+The choice depends on sizes, dtype, device and compiled code, never on the clock. So a run resumed in the same place
 rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
 """
 
@@ -28,8 +28,8 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept per-sample gradients to the record, in bytes. The first is for gradients that wait for the
-norms of other layers, the second for ones that are summed at once.
+"""Largest ratios of kept per-sample gradients to the record, in bytes. The first is for gradients that wait for norms
+of other layers, the second for ones summed at once.
 """
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
@@ -71,7 +71,7 @@ class ProductSize:
     def may_be_kept(self, *, closing: bool) -> bool:
         """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of one layer is as large as its clipped sum; those of all layers are a whole model.
+        With B = 1 the gradient of one layer is as large as its clipped sum. Those of all layers are a whole model.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes

@@ -1,4 +1,4 @@
-"""Arithmetic on a few numbers per sample, by numpy on the CPU (five times as fast as torch there), else by torch.
+"""Arithmetic on a few numbers per sample: by numpy on the CPU, where it is five times as fast, else by torch.
 
 Both round alike, because IEEE 754 defines each operation used here.
 """

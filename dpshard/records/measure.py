@@ -78,7 +78,7 @@ def measure(
     """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
 
     With `keep`, a per-sample gradient instantiated for its norm replaces its record. The cheapest method keeps it only
-    if it is not much larger than the record, or if B = 1 and its group is `closing`. Per-sample gradients of all layers
+    if it is not much larger than the record. Or if B = 1 and its group is `closing`. Per-sample gradients of all layers
     are as large as the model.
     """
     joined = join(records)

@@ -104,7 +104,7 @@ def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
     `scale` [B]: sum of the norms of the gradients in the inner products. Rounding loses what cancels among them, but
     the clipped sum does not. A norm measured too small would let a sample contribute more than the threshold. So no
     squared norm may be below the rounding of scale^2. For T orthogonal gradients of equal norm this raises the norm
-    from T = 8,192 on in float32: their squared norm is scale^2 / T.
+    from T = 8,192 on in float32. Their squared norm is scale^2 / T.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())

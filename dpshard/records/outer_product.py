@@ -109,8 +109,8 @@ class OuterProduct:
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
     """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    The gradients are sums of products of rows and cols with equal indices of the first `dims` dimensions (1: the
-    samples; 2: their groups, too). `overlap`: bound on the norm of the columns used (the windows of a convolution) over
+    The gradients are sums of products of rows and cols with equal indices of the first `dims` dimensions. 1: the
+    samples; 2: their groups, too. `overlap`: bound on the norm of the columns used (the windows of a convolution) over
     that of `cols`.
     """
     # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.

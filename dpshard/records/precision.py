@@ -4,7 +4,7 @@
 A clip coefficient bounds a contribution only if the norm and the clipped sum round alike. TF32 keeps 10 bits of each
 factor, but the rounding floors of numerics.py assume 23. A sample with positions that cancel could then contribute
 several thresholds. On GPUs, PyTorch uses TF32 in convolutions by default, and in matrix products on request
-(`torch.set_float32_matmul_precision("high")`); on CPUs such requests select bfloat16. The user's own forward and
+(`torch.set_float32_matmul_precision("high")`). On CPUs such requests select bfloat16. The user's own forward and
 backward keep the user's precision.
 """
 

@@ -15,7 +15,7 @@ from dpshard.records.outer_product import OuterProduct
 
 @dataclass(frozen=True, slots=True)
 class RoutedProduct:
-    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C], over the rows n that the data sent to group_n.
+    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C]. The data sent row n to group_n.
 
     The rows of all samples lie in any order, as experts receive them.
     """

@@ -41,7 +41,7 @@ def embedding_of_cpp(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table [V, C], by the function in C++: its weight comes first, and a `padding_idx` of -1 means none."""
+    """Rows of a table [V, C], by the function in C++. Its weight comes first, and a `padding_idx` of -1 means none."""
     _refuse_options(call, None, scale_grad_by_freq, sparse)
     output = torch.embedding(call.plain(weight), indices, padding_idx)
     return _record(call, indices, output, weight, None if padding_idx == -1 else padding_idx)

@@ -21,7 +21,7 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D] of any rank; a vector W [D] or a bias that broadcasts: by sample."""
+    """Y = x W^T + b with W [P, D] and x [..., D] of any rank. A vector W [D] or a broadcast bias goes by sample."""
     broadcasts = bias is not None and call.source(bias) is not None and bias.shape != weight.shape[:1]
     if weight.dim() == 1 or broadcasts:
         return vectorized(call, *call.args, **call.kwargs)

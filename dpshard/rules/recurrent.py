@@ -51,8 +51,8 @@ def _run(
 ) -> tuple[list[Tensor], State]:
     """Return the outputs of all steps, and the last state of every row.
 
-    In packed sequences, later steps have fewer rows (forwards in time: the last rows end), or more (backwards: they
-    begin, from their rows of `state`).
+    In packed sequences, later steps have fewer rows forwards in time, because the last rows end. Backwards they have
+    more: rows begin, from their rows of `state`.
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)

@@ -76,7 +76,7 @@ def _bits(head: Head) -> Tensor:
 def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
     """Return `scale_BT` if all of `same` hold; see [Note: A head that was written].
 
-    Otherwise raises LogicalBatchError; without `wait`, which would stall a device, returns NaN, so the samples are
+    Otherwise raises LogicalBatchError. Without `wait`, which would stall a device, returns NaN, so the samples are
     dropped and counted as not finite.
     """
     if not wait:

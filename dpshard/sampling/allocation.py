@@ -2,9 +2,9 @@
 
 [Note: One draw an epoch]
 Every sample draws its step of the epoch, independently and uniformly. The accountant relies on exactly this. A step is
-a function of run secret, epoch and sample, so all ranks agree, and a resumed run continues the epoch. The first step of
-an epoch that is asked for draws the steps of all N samples, and sorts the samples by step. This takes O(N) time and 10
-N bytes, of which 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw
+a function of run secret, epoch and sample. So all ranks agree, and a resumed run continues the epoch. The first request
+for a step of an epoch draws the steps of all N samples. It sorts the samples by step. This takes O(N) time and 10 N
+bytes, of which 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw
 for the whole run ([Note: The pair of correlated bins] in accounting/simulation.py).
 """
 

@@ -75,7 +75,7 @@ def load_stream(
     rows_per_unit: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
-    """Yield pairs of a plan and its collated data, for pairs of a step and the samples of its logical batch.
+    """For pairs of a step and the samples of its logical batch, yield pairs of a plan and its data.
 
     `plan` returns the micro-batches of a logical batch on this rank; their indices are places in it.
     """
@@ -138,8 +138,8 @@ class _Announced:
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """Return collated data of the samples of `plan`, filled up to B samples with copies of the last one.
 
-    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also in nested tuples,
-    lists and dicts. Raises DataError if no part of `data` has a row per sample.
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers. These may be in nested
+    tuples, lists and dicts. Raises DataError if no part of `data` has a row per sample.
     """
     if plan.placement is not None:
         return data

@@ -12,7 +12,7 @@ different fingerprints, at most N, this also finds
 - a loader that begins anew when a run resumes in the middle of an epoch;
 - more samples than `sample_size`, and samples that are changed at random in every epoch.
 
-In the first epoch, a repeated sample that was changed at random is not seen: what a batch has is on the script's word.
+In the first epoch, a repeated sample that was changed at random is not seen. What a batch has is on the script's word.
 """
 
 from __future__ import annotations

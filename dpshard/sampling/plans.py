@@ -1,9 +1,9 @@
 """Draw logical batches, and divide them into micro-batches of one size on every rank.
 
 [Note: From a step to micro-batches]
-Sample i is in the Poisson batch of a step with probability q = (expected batch size) / N, independently of all others.
-A cap then keeps a uniform subset. The accountant relies on exactly this. (orders.py has other ways to sample.) Every
-rank makes the same keyed draw and takes its slice. All ranks agree on K micro-batches of B rows, so no rank waits for
+A step draws sample i, independently of all others, with probability q = (expected batch size) / N: Poisson sampling. A
+cap then keeps a uniform subset. The accountant relies on exactly this. (orders.py has other ways to sample.) Every rank
+makes the same keyed draw and takes its slice. All ranks agree on K micro-batches of B rows, so no rank waits for
 another in a collective. A mask marks the padding rows, which contribute exactly 0. An empty logical batch is a release
 like any other, because its noise counts; hence K is at least 1.
 """

@@ -6,9 +6,9 @@ other sums at step s and equal ones at t > s would share z_t. Then the differenc
 noise, but the sums of step s. (Two empty batches suffice.) So the key of a step, its *link*, is derived from its sums
 and the link before. Links are equal for equal sums on the whole path, and otherwise independent.
 
-A release repeats an earlier one, and costs nothing, only if all sums on the path to it are equal. Its identity is
-16 bytes: 6 that name the release before it, and 10 of its own, the first 6 of which name it. So a journal, which holds
-only identities, shows where a run branched (accounting/history.py).
+A release repeats an earlier one, and costs nothing, only if all sums on the path to it are equal. Its identity is 16
+bytes. 6 name the release before it, and 10 are its own; the first 6 of these name it. So a journal, which holds only
+identities, shows where a run branched (accounting/history.py).
 """
 
 from __future__ import annotations

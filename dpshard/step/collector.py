@@ -335,7 +335,7 @@ class Collector:
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:
-        """Drop the sums of a user's own loop if their release fails once it is `counted`: a next one would be later.
+        """Drop the sums of a user's own loop if their release fails once it is `counted`. A next one would be later.
 
         The samples then took part in the counted step. A logical batch of `batches` knows its step.
         """

@@ -30,7 +30,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseOfRun:
-    """Noise as a function of run secret, step and sums; of all sums on the path where steps compose to one release."""
+    """Noise as a function of run secret, step and sums. Where steps compose to one release, of all sums on the path."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism

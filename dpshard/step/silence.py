@@ -4,9 +4,9 @@
 `0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch because of one sample.
 All its gradients are then 0, and their norms only the allowance for underflow. Single samples may also have none: a
 hinge, a dead unit, an ignored label. But some of these lie in micro-batches with other samples that have one. So
-suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Of n samples in K micro-batches,
-Z silent ones are m whole micro-batches by chance with probability at most C(K, m) / C(n, Z). Sound samples of earlier
-steps count, but silent ones only of this step: the same samples may be silent together repeatedly.
+suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Let n samples in K micro-batches
+have Z silent ones. By chance, these are m whole micro-batches with probability at most C(K, m) / C(n, Z). Sound samples
+of earlier steps count, but silent ones only of this step. The same samples may be silent together repeatedly.
 """
 
 from __future__ import annotations

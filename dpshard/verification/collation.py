@@ -3,8 +3,9 @@
 [Note: Other rows in a micro-batch]
 Half of the rows become copies of one sample; the other half must not change. Rows keep their number, so they draw the
 same random numbers from generators in the same states. If the content of a row decides the number of draws, the
-generators end in other states, and nothing is compared. A collate_fn may sort and pad its rows; if lengths differ, only
-cuts are detected. Rows of a unit must stay adjacent: without random numbers, reversed units must give reversed output.
+generators end in other states. Then nothing is compared. A collate_fn may sort and pad its rows; if lengths differ,
+only cuts are detected. Rows of a unit must stay adjacent: without random numbers, reversed units must give reversed
+output.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Change the inputs of some rows, and the order: outputs and losses of the other rows must not move.
 
 [Note: Leave one out, or half]
-At the size of the real micro-batch, rows K get other inputs, with an outlier; outputs of the other rows J may not move.
+At the size of the real micro-batch, rows K get other inputs, with an outlier. Outputs of the other rows J may not move.
 A sum of losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on
 a group and a variance of the batch are not. K is a random half, so a term of two samples or of a group has some on both
 sides. All ranks change their K at the same time, so a gather of other ranks' rows shows as well.
@@ -88,7 +88,7 @@ def verify_company(
 def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
     """Raise VerificationError if the order of the rows moves the outputs of one of them.
 
-    What sorts rows, or compares them with the first one, may leave one order of few rows as it is, not both. Copies of
+    A function that sorts rows, or compares them with the first, may leave one order of few rows, not both. Copies of
     the last sample (padding) come first, and may use up a capacity.
     """
     everyone = range(bench.run.batch_size)

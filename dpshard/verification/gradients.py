@@ -1,7 +1,7 @@
 """Compare gradients of a few samples together, by rules and anchors, with each sample's by plain autograd.
 
-This finds any cause of a difference, in any architecture. Examples: a wrong batch dimension, a function that mixes
-samples, a loss that divides by values of others, a lost use of a parameter.
+This finds any cause of a difference, in any architecture. Examples are a wrong batch dimension, or a function that
+mixes samples. Others are a loss that divides by values of other samples, or a lost use of a parameter.
 """
 
 from __future__ import annotations

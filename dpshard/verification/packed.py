@@ -1,7 +1,7 @@
 """Compare packed units with each unit alone, in a row at its own positions; see [Note: Packed rows].
 
 The whole stream runs with its real shapes, and only a few units are compared. Their gradients must be those alone, and
-no gradient of theirs may come from other units: so attention that looks across units shows. Then other contents of some
+no gradient of theirs may come from other units. So attention that looks across units shows. Then other contents of some
 units may not move the outputs of the others.
 """
 
@@ -66,7 +66,7 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units, as many on every rank: the last one behind another in its row, and some that follow."""
+    """Return up to n units, as many on every rank: the last one behind another in its row, and some more."""
     units, n = _real(run), min(n, run.rows)
     behind = [unit for unit in units if run.packed.before(unit)]
     last = behind[-1] if behind else units[-1]

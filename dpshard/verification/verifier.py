@@ -1,10 +1,10 @@
 """When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input (numbers, flags and strings among the arguments count, and whether packed
-units lie side by side). Again with more samples than before, up to 4: a Poisson batch may have one. Then at steps 1, 2,
+At the first forward on every kind of input. Numbers, flags and strings among the arguments count, and whether packed
+units lie side by side. Again with more samples than before, up to 4: a Poisson batch may have one. Then at steps 1, 2,
 4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
-attributes and buffers: the first change of an attribute triggers a verification. So does the first micro-batch of a new
+attributes and buffers. The first change of an attribute triggers a verification. So does the first micro-batch of a new
 longest length, and the first with labels below 0 or positions beyond its length.
 """
 
@@ -103,7 +103,7 @@ class Verifier:
             self._owed = False
 
     def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
-        """Return the run with what is true of all ranks' rows, and True if it is new on any; each packed its own."""
+        """Return the run with what is true of all ranks' rows, and True if it is new on any. Each packed its own."""
         own = [len(run.packed.places), not run.packed.side_by_side, not new]
         rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
         if rows == 0:
@@ -250,7 +250,7 @@ class Verifier:
 
 
 def _dimensions_of_one(run: Run) -> tuple[tuple[int, ...], ...]:
-    """Return the dimensions of size 1 of each input: a sample of one row does not show the order of several."""
+    """Return the dimensions of size 1 of each input. A sample of one row does not show the order of several."""
     return tuple(
         tuple(place for place, size in enumerate(x.shape) if size == 1 and place != dim)
         for x, dim in zip(run.leaves, run.dims, strict=True)

@@ -5,8 +5,8 @@ The signature reads identities, versions, lengths, shapes, and integers on the C
 [Note: What is watched]
 Attributes, buffers, sub-modules and hooks of every module, and the contents of dicts, lists and objects among them,
 such as settings in `model.config`. An ordinary forward costs four lists of numbers, nearly without loops in Python. A
-ramping float changes its kind at every power of two. So the number of verifications per attribute
-grows at most with the logarithm of the steps; flags and strings have separate limits.
+ramping float changes its kind at every power of two. So the number of verifications per attribute grows at most with
+the logarithm of the steps. Flags and strings have separate limits.
 """
 
 from __future__ import annotations

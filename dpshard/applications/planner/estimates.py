@@ -195,7 +195,7 @@ def make_plan(
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
     """Return the largest B with peak(B) <= limit, or 0; `known` is one pair (B, peak).
 
-    Peaks grow nearly linearly in B, perhaps beyond a plateau, so lines through two values find B in a few counts.
+    Peaks grow nearly linearly in B, perhaps beyond a plateau. So lines through two values find B in a few counts.
     """
     points, width = [known], LARGEST
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])

@@ -5,11 +5,10 @@ Every block of a model adds the same events, and so does every micro-batch. Two 
 events a piece adds, and where. Repeated, they give the events of any number of pieces. All other events stay, or grow
 linearly (the messages of `engine.metrics()`).
 
-Memory at a place of the step is linear, too, if that place is counted from the first piece or from the last. So the
-added piece is taken twice: once to stand near the first of its equals, and once near the last. The pieces at both ends
-are followed by themselves, because FSDP gathers one unit ahead and holds less there. The count assumes that batches of
-small tensors (up to 32 MiB) in a release keep growing. So they may make the peak of an update too large, never too
-small.
+Memory at a place of the step is linear, too, if places count from the first piece or from the last. So the added piece
+is taken twice: once near the first of its equals, and once near the last. The pieces at both ends are followed by
+themselves, because FSDP gathers one unit ahead and holds less there. The count assumes that batches of small tensors
+(up to 32 MiB) in a release keep growing. So they may make the peak of an update too large, never too small.
 """
 
 from __future__ import annotations

@@ -89,9 +89,9 @@ PRESETS: dict[str, Transformer] = {
 }
 """Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
 
-GPT2-XL and ViT-Gigantic follow Radford et al. 2019 and Zhai et al. 2022. For the others the paper gives only the
-number of parameters (and heads and layers of ViT-10B), which the other values here meet. GPT-1T is the largest model
-of Narayanan et al. 2021, arXiv:2104.04473, Table 1.
+GPT2-XL and ViT-Gigantic follow Radford et al. 2019 and Zhai et al. 2022. For the others the paper gives only the number
+of parameters (and heads and layers of ViT-10B). The other values here meet it. GPT-1T is the largest model of Narayanan
+et al. 2021, arXiv:2104.04473, Table 1.
 """
 
 

@@ -43,7 +43,7 @@ class Walk:
 
 
 def walk(forward: Sequence[float], backward: Sequence[float], hops: Sequence[float], parts: int) -> Walk:
-    """Return when stages end, given the seconds of a part on each, and those of a transfer to the next one."""
+    """Return when stages end, given the seconds of a part on each, and of a transfer to the next."""
     stages = len(forward)
     orders = [order_of(s, stages, parts) for s in range(stages)]
     done: dict[tuple[str, int, int], float] = {}

@@ -48,8 +48,9 @@ class Setup:
     ranks: int
     """GPUs."""
     shard: Sharding = "fsdp2"
-    """ddp: no shards; zero2: parameters stay gathered until backward; fsdp2: shards of everything (ZeRO-3); hsdp:
-    shards within a node, replicated over nodes."""
+    """ddp: no shards. zero2: parameters stay gathered until backward. fsdp2: shards of everything (ZeRO-3). hsdp:
+    shards within a node, replicated over nodes.
+    """
     node: int = 8
     """Ranks of a node, the shards of hsdp."""
     micro_batches: int = 1

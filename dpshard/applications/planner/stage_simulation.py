@@ -1,7 +1,7 @@
 """Two parts of a micro-batch, one after the other, on one stage of a pipeline of fake tensors.
 
 [Note: A stage by itself]
-A stage computes what a model of its layers computes, so it is counted without the other stages and without a process
+A stage computes what a model of its layers computes. So it is counted without the other stages and without a process
 group. Received tensors have no values: a hidden state comes in, and its gradient comes back. Groups that span stages
 are told to the clipper as such. So it copies their records, as in a pipeline, and they are summed after the last part.
 

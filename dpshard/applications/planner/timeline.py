@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from dpshard.applications.planner.hardware import Hardware
 
 RELEASE_BYTES = 16
-"""Bytes that a release moves per element of a shard: the digest reads the sum, the noise reads and writes it."""
+"""Bytes that a release moves per element of a shard. The digest reads the sum, the noise reads and writes it."""
 OPTIMIZER_BYTES = {"sgd": 12, "adamw": 28}
 """Bytes that the update moves per element in float32: parameter, gradient and states, read and written."""
 

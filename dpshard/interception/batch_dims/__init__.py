@@ -4,7 +4,7 @@
 A matching size proves nothing ([T, B, D] with T = B; [B * T, D]; a [T, T] table). So the model runs on 2 and on 3
 samples: a dimension that grows by 3/2 carries the samples. Both runs share the first two samples, so values tell the
 order of rows that are flattened into the batch. If no input or output of a call changes its shape, the call met no
-sample, and derives a tensor from parameters only. Layouts are keyed by function and parameter, and hold for every batch
+sample. It derives a tensor from parameters only. Layouts are keyed by function and parameter, and hold for every batch
 size.
 
 If the values of all samples decide a branch (is any token masked?), perhaps only one run takes it. Then sample 3

@@ -1,7 +1,7 @@
-"""The order of rows flattened into the batch: those of a sample side by side ([B, k]) or one batch apart ([k, B]).
+"""The order of rows flattened into the batch: a sample's are side by side ([B, k]) or one batch apart ([k, B]).
 
-If a sample is a unit of K input rows, these may stay side by side, with others one batch apart: [k / K, B, K]. Shapes
-do not distinguish the orders; values do. Both runs begin with the same samples, so under the right order their rows are
+If a sample is a unit of K input rows, these may stay side by side. Others are one batch apart: [k / K, B, K]. Shapes do
+not distinguish the orders; values do. Both runs begin with the same samples, so under the right order their rows are
 equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
 """
 

@@ -1,8 +1,8 @@
 """Refuse computations between two forwards of one micro-batch that may mix rows, because they are not verified.
 
-A later forward may get outputs of an earlier one, or row-by-row functions of them: elementwise functions, picks and
-means within a row. Other inputs must not depend on earlier outputs. Autograd's graph shows this, except for detached
-values.
+A later forward may get outputs of an earlier one, or row-by-row functions of them. These are elementwise functions,
+picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph shows this, except for
+detached values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Compare rows bit by bit with the rows given to a loop: find one sample in two rows, and swapped dimensions.
+"""Compare rows bit by bit with those given to a loop: find one sample in two rows, and swapped dimensions.
 
-Without padding, rows may change order. Rows that the loop has changed are not checked: a function of one row looks like
+Without padding, rows may change order. Rows that the loop has changed are not checked. A function of one row looks like
 a function of several (docs/privacy-model.md).
 """
 
@@ -35,7 +35,7 @@ def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
 
 
 def transposed(x: Rows, handed: Tensor) -> Tensor | None:
-    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0; None if not."""
+    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0; or None."""
     if handed.dim() < 2 or handed.shape[0] != handed.shape[1] or handed.shape[0] < 2:
         return None
     rows = x.tensor.detach().movedim(x.dim, 0)

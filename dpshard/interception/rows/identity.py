@@ -3,7 +3,7 @@
 [Note: Rows are samples by their number]
 All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
 by length, shuffles them, or takes rows from elsewhere. The engine does not see the loop, but it sees evidence:
-- rows of a unit are adjacent, also on full micro-batches: units come in the order in which they were handed out;
+- rows of a unit are adjacent, also on full micro-batches: units come in the order of the batch;
 - padding rows are copies of the last sample. In every input of every forward they still equal it, except for rounding
   and the dropout of another part of the model;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;

@@ -1,6 +1,6 @@
 """Fingerprints of the rows in a user's own loop, to identify the samples.
 
-A sample is one row, or unit of rows, of all inputs of a forward together; labels outside the model do not count. Rows
+A sample is one row, or unit of rows, of all inputs of a forward together. Labels outside the model do not count. Rows
 are compared by at most WIDTH elements of each input, evenly spaced.
 """
 
@@ -25,7 +25,7 @@ class OwnLoopRows:
         """Do nothing: it is not known yet which inputs carry samples."""
 
     def read(self, run: Run) -> None:
-        """Add the samples of a forward; a mask [T, T] with T = B would change a sample from place to place."""
+        """Add the samples of a forward. A mask [T, T] with T = B would change a sample from place to place."""
         hash_B = torch.zeros((), dtype=torch.int64)
         for place, (x, dim) in enumerate(run.carrying()):
             of_x = Rows.of(x, dim).hash_of_units(run.rows_per_unit)

@@ -1,4 +1,4 @@
-"""The rows of a micro-batch that a schedule hands to the model in parts: together they must be its samples, in order.
+"""Rows of a micro-batch that a schedule hands over in parts: together they must be its samples, in order.
 
 A part knows only its own rows. A loop may reverse a padded micro-batch. Then copies of the last sample reach a part
 without padding, and its samples a part that is all padding.

@@ -17,7 +17,7 @@ from dpshard.kernels.native.library import library, team
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words; the angle takes one word, or two
+    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words. The angle takes one word, or two
     in float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
     n], of the dtype of the normals.
     """
@@ -60,8 +60,8 @@ def release_pieces_(
 
     Args:
         parts: Contiguous tensors on the CPU, all float32 or all float64.
-        pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half], of which
-            the elements of the flattened part from `first` on get those in [lo, end).
+        pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half]. The
+            elements of the flattened part from `first` on get those in [lo, end).
         streams: Random words, int32 [3 or 4, half]: as many streams for every piece, one piece after another. The noise
             is the sum of their normals, scaled to unit variance.
         std: Standard deviation of the noise.

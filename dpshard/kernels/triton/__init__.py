@@ -2,8 +2,8 @@
 
 [Note: Kernels]
 Products of half-precision numbers (bfloat16, float16) are exact in float32. torch widens them and multiplies at the
-speed of float32: on a GPU, at most a tenth of the speed of tensor cores. The kernels multiply the original numbers on
-tensor cores, with float32 sums:
+speed of float32. On a GPU, that is at most a tenth of the speed of tensor cores. The kernels multiply the original
+numbers on tensor cores, with float32 sums:
 
     ghost_norm_sq       sum_{t,s} <r_t, r_s> <c_t, c_s> over symmetric tiles; reference: outer_product._ghost_norm_sq
     gradient_norm_sq    |sum_t r_t (x) c_t|^2, tile by tile in the registers; reference: OuterProduct.per_sample
@@ -16,12 +16,12 @@ sums stored gradients, factors @ gradients: one pass over float32 numbers.
 
 No draw and no decision depends on Triton. Sums always round in the same order: tiles write partial sums, without atomic
 additions. Tensor cores do not round their sums. Each of the K / 16 additions in a sum of K products may drop its last
-bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024;
-the other sums are as long as a sample.
+bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024.
+The other sums are as long as a sample.
 
-At their first use on a device, trial.py holds the kernels against torch's own results; a kernel that differs switches
-them off, with a warning. They run on NVIDIA GPUs of compute capability 8.0 or more, and, for tests without a GPU, in
-Triton's interpreter (TRITON_INTERPRET=1) on CPU tensors. DPSHARD_TRITON=0 switches them off.
+At their first use on a device, trial.py compares the kernels with torch's own results. A kernel that differs switches
+them off, with a warning. They run on NVIDIA GPUs of compute capability 8.0 or more. For tests without a GPU, Triton's
+interpreter (TRITON_INTERPRET=1) runs them on CPU tensors. DPSHARD_TRITON=0 switches them off.
 """
 
 from dpshard.kernels.triton.dispatch import run_on, supports_ghost_norm, supports_product

@@ -55,7 +55,7 @@ def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
     philox.py defines the normals; noise is their sum over vectors, with `weights` (float32 [vectors]). x holds elements
-    [start, start + n) of a tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams;
+    [start, start + n) of a tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams.
     `streams` (int64 [vectors, ., 3], contiguous): those that meet x.
     """
     from dpshard.kernels.triton import gaussian
