@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -19,12 +19,9 @@ from dpshard.backends.model_parallel import refuse_foreign_placements
 from dpshard.backends.model_parts import DeclaredParts, ModelParts
 from dpshard.backends.sharding import Unsharded
 from dpshard.backends.stage_shards import LateUnits, StageShards
-from dpshard.backends.stage_sums import SilentReducer, WholeSums, refused_state
+from dpshard.backends.stage_sums import SilentReducer, WholeSums
 from dpshard.backends.stages import OfStages, Stages
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
-
-if TYPE_CHECKING:
-    from dpshard.backends.training_state import TrainingState
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
@@ -65,12 +62,6 @@ class StageSharding(OfStages, Unsharded):
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
 
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """See Sharding."""
-        from dpshard.backends.staged_state import StagedState  # late: only checkpoints need it
-
-        return StagedState(self.outermost, optimizer, self.names, self.parts)
-
     def _accumulated(self, name: str, _: object = None) -> None:
         # Autograd calls this without a gradient too, because sums go to `.grad` directly.
         if not self.guard.is_untouched(name):
@@ -86,10 +77,6 @@ class StageReplica(StageSharding):
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model.module, model)
         self._reducer = SilentReducer(model)
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """Raise ConfigurationError: which replica writes a tensor is not settled."""
-        raise refused_state("DistributedDataParallel")
 
     def detach(self) -> None:
         """Remove every trace from the parameters and the reducer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
@@ -13,12 +13,9 @@ from dpshard.backends.fsdp2 import FSDP2Sharding, Unit, UnitReduction
 from dpshard.backends.grad_store import add
 from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.roles import Take
-from dpshard.backends.stage_sums import LateSums, refused_state
+from dpshard.backends.stage_sums import LateSums
 from dpshard.backends.stages import OfStages, Stages
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
-
-if TYPE_CHECKING:
-    from dpshard.backends.training_state import TrainingState
 
 
 class StageShards(OfStages, FSDP2Sharding):
@@ -41,10 +38,6 @@ class StageShards(OfStages, FSDP2Sharding):
     def _together(self) -> AbstractContextManager[Any]:
         self.data.meet()  # not all ranks: another stage begins later
         return nullcontext()
-
-    def training_state(self, optimizer: Any) -> TrainingState:
-        """Raise ConfigurationError: which stages hold a tensor, and which data ranks its shards, is not settled."""
-        raise refused_state("FSDP2")
 
 
 class LateUnits(UnitReduction, LateSums):

@@ -23,7 +23,7 @@ from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.local import DirectReduction
 from dpshard.backends.roles import Take
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
+from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.records import WIDE, as_real
 
 
@@ -143,11 +143,3 @@ class SilentReducer:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._reducer, name)
-
-
-def refused_state(wrapper: str) -> ConfigurationError:
-    """Return why a Checkpointer does not save stages that several ranks hold."""
-    return ConfigurationError(
-        f"A Checkpointer does not save stages of a pipeline in {wrapper}. Save engine.state_dict(), and the states of "
-        f"model and optimizer by rank (one replica of each stage is enough)."
-    )

@@ -1,21 +1,23 @@
 """Model and optimizer of a pipeline for a checkpoint: stages save under names of the whole model.
 
-So a checkpoint is that of one process, whichever stages wrote it, and other stages read what they hold.
+So a checkpoint is that of one process, whichever stages wrote it, and other stages read what they hold. A stage may
+have replicas or shards on several ranks: torch.distributed.checkpoint writes each element of a name once.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from dpshard.backends.stages import Stages
 from dpshard.backends.training_state import NAMING, Groups, NamedState, Snapshot, differing
 from dpshard.errors import ConfigurationError
 
@@ -23,35 +25,44 @@ from dpshard.errors import ConfigurationError
 class StagedState(NamedState):
     """The TrainingState of one stage; all stages make it together.
 
-    Raises ConfigurationError, on all ranks, if stages have different tensors of one name.
+    `exchange` returns what the stages of this pipeline pass. Raises ConfigurationError, on all ranks, if stages have
+    different tensors of one name.
     """
 
-    def __init__(self, model: nn.Module, optimizer: Optimizer, names: Mapping[Tensor, str], stages: Stages) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        names: Mapping[Tensor, str],
+        exchange: Callable[[Any], list[Any]],
+    ) -> None:
         super().__init__(model, optimizer, names)
-        self._stages = stages
+        self._exchange = exchange
+        self._reshard()
         self._require_one_of_each_name(get_model_state_dict(model))
 
     def snapshot(self) -> Snapshot:
         """See TrainingState; the parameter groups are those of all stages."""
         own = super().snapshot()
         self._require_one_of_each_name(own.model)
-        # Not by `exchange`, which would make lists of tuples.
-        return own._replace(groups=joined(self._stages.exchange_objects(list(map(_on_cpu, own.groups)))))
+        return own._replace(groups=joined(self._exchange(list(map(_on_cpu, own.groups)))))
 
     def _require_one_of_each_name(self, model: Mapping[str, Any]) -> None:
         """Raise ConfigurationError unless frozen parameters and buffers of one name are equal: one would be lost."""
-        count = Counter(name for names in self._stages.exchange(list(model)) for name in names)
-        own = {name: _digest(model[name]) for name in model if count[name] > 1}
-        seen: dict[str, tuple[int, str]] = {}
-        for rank, digests in enumerate(self._stages.exchange(own)):
-            for name, digest in digests.items():
-                first, known = seen.setdefault(name, (rank, digest))
+        count = Counter(name for names in self._exchange(list(model)) for name in names)
+        own = {(name, _place(model[name])): _digest(model[name]) for name in model if count[name] > 1}
+        everyone: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everyone, own)  # also with other pipelines, which would wait for one that raises
+        seen: dict[Any, tuple[int, str]] = {}
+        for rank, digests in enumerate(everyone):
+            for place, digest in digests.items():
+                first, known = seen.setdefault(place, (rank, digest))
                 if known != digest:
                     raise ConfigurationError(
-                        f"{name} is another tensor on rank {rank} of the pipeline than on rank {first}, so a "
-                        f"checkpoint would lose one of them. Give the layers of a stage the names that they have in "
-                        f"the whole model (a ModuleDict keeps them, a list counts from 0), or make the buffer "
-                        f"persistent=False."
+                        f"{place[0]} is another tensor on rank {rank} than on rank {first}, and several stages of a "
+                        f"pipeline have this name, so a checkpoint would lose one of them. Give the layers of a stage "
+                        f"the names that they have in the whole model (a ModuleDict keeps them, a list counts from 0), "
+                        f"or make the buffer persistent=False."
                     )
 
 
@@ -74,8 +85,15 @@ def _on_cpu(group: dict[str, Any]) -> dict[str, Any]:
     return {key: x.cpu() if isinstance(x, Tensor) else x for key, x in group.items()}
 
 
+def _place(value: Any) -> tuple[int, ...]:
+    """Return which shard of `value` this rank holds; () for all of it."""
+    return tuple(value.device_mesh.get_coordinate() or ()) if isinstance(value, DTensor) else ()
+
+
 def _digest(value: Any) -> str:
+    """Return a digest of this rank's shard of `value`, or of all of it."""
     if not isinstance(value, Tensor):
         return repr(value)
+    value = value.to_local() if isinstance(value, DTensor) else value
     content = value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
     return f"{value.dtype} {list(value.shape)} {hashlib.sha256(content).hexdigest()}"

@@ -16,7 +16,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,9 @@ from torch import Tensor, nn
 from dpshard.backends.model_parts import ModelParts
 from dpshard.clipping.groups import ClippingGroup, form_groups, labelled
 from dpshard.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from dpshard.backends.training_state import TrainingState
 
 STAGE = "stage"
 """Declares parameters that only this rank holds."""
@@ -144,6 +147,8 @@ class OfStages:
     """What a Sharding of one stage says of all stages; goes before the Sharding that it is mixed into."""
 
     parts: Stages
+    outermost: nn.Module
+    names: dict[Tensor, str]
 
     @property
     def passes_rows(self) -> bool:
@@ -159,3 +164,9 @@ class OfStages:
     def elements(self) -> int:
         """Number of real trainable numbers on all stages."""
         return sum(math.prod(shape) * (1 + is_complex) for _, shape, _, is_complex in self.parts.everywhere)
+
+    def training_state(self, optimizer: Any) -> TrainingState:
+        """See Sharding."""
+        from dpshard.backends.staged_state import StagedState  # late: only checkpoints need it
+
+        return StagedState(self.outermost, optimizer, self.names, self.parts.exchange_objects)

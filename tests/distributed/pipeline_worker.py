@@ -31,7 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
-from dpshard import BandMF, Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard import BandMF, PrivacyEngine, QuantileTracking
 from dpshard.backends.model_parts import Place
 from dpshard.backends.stage_shards import LateUnits, StageShards
 from dpshard.backends.stages import Stages
@@ -382,8 +382,6 @@ def compare(case: str) -> dict[str, Any]:
                 engine.detach()
                 engine = engine_for(given, style, mode, options, **told)
                 engine.load_state_dict(state)
-            if "saved" in options:
-                Checkpointer("unused", engine, torch.optim.SGD(model.parameters()))
             found = train(model, engine, options, schedule)
         except (DpshardError, RuntimeError) as error:
             found = {"refused": " ".join(f"{type(x).__name__}: {x}" for x in (error, error.__cause__) if x)}

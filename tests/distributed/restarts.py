@@ -235,20 +235,22 @@ def kills(seed: int) -> dict[str, Any]:
     return killed("fsdp2", moments)
 
 
-def killed(kind: str, moments: list[Kill], train: Callable[..., dict[str, Any]] = train) -> dict[str, Any]:
+def killed(
+    kind: str, moments: list[Kill], train: Callable[..., dict[str, Any]] = train, world: int = 2
+) -> dict[str, Any]:
     """A run that is killed again and again, and one that is not."""
     with tempfile.TemporaryDirectory() as place:
         folder, log, reference = Path(place, "run"), Path(place, "log"), Path(place, "reference")
         log.touch()
-        undisturbed = run(2, lambda: train(kind, Path(place, "undisturbed"), reference))
+        undisturbed = run(world, lambda: train(kind, Path(place, "undisturbed"), reference))
         deaths, starts = 0, []
         for kill in moments:
-            result = run(2, lambda: train(kind, folder, log, wait=kill.wait), kill)  # noqa: B023
+            result = run(world, lambda: train(kind, folder, log, wait=kill.wait), kill)  # noqa: B023
             deaths += result is None
             if result is not None:  # it came to its end: begin another run, for the moments that are left
                 starts.append(result)
                 shutil.rmtree(folder)
-        final = run(2, lambda: train(kind, folder, log))
+        final = run(world, lambda: train(kind, folder, log))
         left = sorted(path.name for path in folder.iterdir() if path.is_dir())
         known = dict(line.split() for line in reference.read_text().splitlines())
         lines = [line.split() for line in log.read_text().splitlines() if line.count(" ") == 1]

@@ -1,6 +1,12 @@
 """Pipelines that are killed and go on; the machinery is that of restarts.py.
 
-Usage: staged_restarts.py kills | worlds | meshes | handed_out | names. Prints a line of JSON behind "RESULT ".
+Usage: staged_restarts.py SCENARIO [ARGUMENT]: a function below. Prints a line of JSON behind "RESULT ".
+
+A kind of training is a clipping style with options behind plus signs: ddp (two pipelines, whose stages have replicas),
+fsdp (two pipelines, whose stages have shards), across (the ranks of a stage are neighbours, not those of a pipeline),
+data (FSDP2 without a pipeline), adaptive (thresholds), correlated (noise), shared (a frozen layer and a buffer that
+all stages hold). Without ddp, fsdp and data, all ranks are
+stages of one pipeline; one rank is the whole model.
 """
 
 import functools
@@ -12,23 +18,29 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import scipy.signal  # noqa: F401  (what correlated noise imports late, once instead of in every rank)
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
 from tests import seeds
-from tests.distributed.pipeline_worker import PARTS, ROWS, Model, cut, loss_of
+from tests.distributed.pipeline_worker import PARTS, ROWS, SETTINGS, D, Model, cut, loss_of, shard, whole
 from tests.distributed.restarts import SECRET, STEPS, Kill, killed, run
 from tests.sums import taken_for_equal
 
@@ -36,14 +48,17 @@ SAMPLES, BLOCKS = 40, 4
 
 
 def parameters_of(model: nn.Module) -> Tensor:
-    """The parameters of all stages, in the order of their names."""
-    own = {name: p.detach() for name, p in model.named_parameters()}
+    """The parameters of all stages, in the order of their names; all ranks with one of them have the same bits."""
+    own = {name: whole(p) for name, p in model.named_parameters()}
     everyone: list[Any] = [own]
     if dist.is_initialized():
         everyone = [None] * dist.get_world_size()
         dist.all_gather_object(everyone, own)
-    whole = {name: p for some in everyone for name, p in some.items()}
-    return torch.cat([whole[name].flatten() for name in sorted(whole)])
+    found: dict[str, Tensor] = {}
+    for some in everyone:
+        for name, p in some.items():
+            assert torch.equal(found.setdefault(name, p), p), f"ranks have another {name}"
+    return torch.cat([found[name].flatten() for name in sorted(found)])
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
@@ -55,57 +70,111 @@ def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Adam(groups, lr=0.1, eps=1e-3)
 
 
-def train(style: str, folder: Path, log: Path | None, *, wait: bool = True, until: int = STEPS) -> dict[str, Any]:
-    """Resume on as many stages as there are ranks, train up to step `until`, save after every step."""
-    torch.manual_seed(0)
+@dataclass
+class Training:
+    """What a rank trains."""
+
+    model: Any
+    """With the names of the whole model."""
+    engine: PrivacyEngine
+    optimizer: Any
+    scheduler: Any
+    checkpointer: Checkpointer
+    schedule: Any
+    """None without stages."""
+
+    @property
+    def releases(self) -> int:
+        return self.engine._budget.ledger.releases
+
+
+def distribute(options: set[str]) -> tuple[nn.Module, nn.Module, dict[str, Any], Any]:
+    """The model on this rank, in its wrapper, what the engine is told of it, and the schedule of a stage."""
     model, size = Model(BLOCKS, set()).double(), dist.get_world_size() if dist.is_initialized() else 1
-    told: dict[str, Any] = {}
-    if size > 1:
-        cut(model, dist.get_rank(), size)
-        told = {"model_parallel_group": dist.group.WORLD, "model_parallel_parts": {"*": "stage"}}
+    if "shared" in options:  # all stages hold it
+        model.shared = nn.Linear(D, D, dtype=torch.float64).requires_grad_(False)
+        model.register_buffer("scale", torch.tensor(3.0))
+    if size == 1:
+        return model, model, {}, None
+    if "data" in options:
+        shard(model, set(), init_device_mesh("cpu", (size,), mesh_dim_names=("dp",)))
+        return model, model, {}, None
+    pipelines = 2 if options & {"ddp", "fsdp"} else 1
+    sizes = {"dp": pipelines, "pp": size // pipelines}
+    dims = ("pp", "dp") if "across" in options else ("dp", "pp")
+    mesh = init_device_mesh("cpu", tuple(sizes[dim] for dim in dims), mesh_dim_names=dims)
+    rank, group, wrapped = mesh["pp"].get_local_rank(), mesh["pp"].get_group(), model
+    cut(model, rank, sizes["pp"])
+    if "fsdp" in options:
+        shard(model, set(), mesh)
+    elif "ddp" in options:
+        wrapped = DistributedDataParallel(model, process_group=mesh["dp"].get_group())
+    told = {"model_parallel_group": group, "model_parallel_parts": {"*": "stage"}}
+    stage = PipelineStage(wrapped, rank, sizes["pp"], torch.device("cpu"), group=group)
+    return model, wrapped, told, Schedule1F1B(stage, PARTS, loss_fn=loss_of, scale_grads=False)
+
+
+def prepare(kind: str, folder: Path) -> Training:
+    torch.manual_seed(0)
+    style, *chosen = kind.split("+")
+    options = set(chosen)
+    model, wrapped, told, schedule = distribute(options)
     optimizer = optimizer_of(model)
+    settings: dict[str, Any] = {}
+    for option in options & {"adaptive", "correlated"}:
+        settings |= SETTINGS[option]
+    settings["accountant"] = "gdp"  # which takes no time
     engine = PrivacyEngine(
-        model,
+        wrapped,
         batch_size=10,
         sample_size=SAMPLES,
         steps=STEPS,
         noise_multiplier=1.0,
         max_grad_norm=2.0,
         clipping_style=style,
-        accountant="gdp",  # which takes no time
         verify=False,
+        **settings,
         **told,
     )
     seeds.give_secret(engine, SECRET)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     checkpointer = Checkpointer(folder, engine, optimizer, scheduler=scheduler)
-    if not checkpointer.load():
-        checkpointer.save()
-    began, schedule = engine.step, schedule_of(model, size) if size > 1 else None
+    return Training(model, engine, optimizer, scheduler, checkpointer, schedule)
+
+
+def go_on(training: Training, until: int, *, log: Path | None = None, wait: bool = True) -> None:
+    """Train up to step `until`, save after every step."""
+    engine, began = training.engine, training.engine.step
     generator = torch.Generator().manual_seed(0)
     data = TensorDataset(*(torch.randn(SAMPLES, n, generator=generator, dtype=torch.float64) for n in (3, 2)))
     for logical_batch in engine.batches(data, PARTS * ROWS) if began < until else ():
         for x, y in logical_batch:
-            step(model, schedule, x, y)
-        optimizer.step()
-        optimizer.zero_grad()
-        scheduler.step()
+            step(training.model, training.schedule, x, y)
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.scheduler.step()
         if log is not None:
-            digest = hashlib.sha256(parameters_of(model).numpy().tobytes()).hexdigest()
-            if size == 1 or dist.get_rank() == 0:
+            digest = hashlib.sha256(parameters_of(training.model).numpy().tobytes()).hexdigest()
+            if not dist.is_initialized() or dist.get_rank() == 0:
                 with log.open("a") as file:
                     file.write(f"{engine.step} {digest}\n")
-        checkpointer.save(wait=wait)
+        training.checkpointer.save(wait=wait)
         if engine.step == until:
             break
-    checkpointer.wait()
-    counted = {"step": engine.step, "releases": engine._budget.ledger.releases, "epsilon": engine.epsilon()}
-    return {"began": began, **counted, "parameters": parameters_of(model).tolist()}
+    training.checkpointer.wait()
 
 
-def schedule_of(model: nn.Module, size: int) -> Any:
-    stage = PipelineStage(model, dist.get_rank(), size, torch.device("cpu"), group=dist.group.WORLD)
-    return Schedule1F1B(stage, PARTS, loss_fn=loss_of, scale_grads=False)
+def train(kind: str, folder: Path, log: Path | None, *, wait: bool = True, until: int = STEPS) -> dict[str, Any]:
+    """Resume, train up to step `until`, save after every step."""
+    training = prepare(kind, folder)
+    engine = training.engine
+    if not training.checkpointer.load():
+        training.checkpointer.save()
+    began = engine.step
+    go_on(training, until, log=log, wait=wait)
+    counted = {"step": engine.step, "releases": training.releases, "epsilon": engine.epsilon()}
+    thresholds = {"thresholds": engine.thresholds}
+    return {"began": began, **counted, **thresholds, "parameters": parameters_of(training.model).tolist()}
 
 
 def step(model: nn.Module, schedule: Any, x: Tensor, y: Tensor) -> None:
@@ -131,36 +200,123 @@ def kills() -> dict[str, Any]:
     return killed("block-wise", moments, train)
 
 
-def worlds() -> dict[str, Any]:
-    """Saved on 4 stages, on 2 and on one process, and continued on others."""
+def kills_of_replicas() -> dict[str, Any]:
+    """Two pipelines, whose thresholds follow their samples: a replica is killed in a save and after a release."""
+    moments = [Kill(wait=False, rank=2, call="digest", count=3), Kill(wait=True, rank=3, call="adam", count=2)]
+    return killed("all-layer+ddp+adaptive", moments, train, world=4)
+
+
+def kills_of_shards() -> dict[str, Any]:
+    """Two pipelines with correlated noise: a shard is killed in a save and after a release."""
+    moments = [Kill(wait=True, rank=3, call="fsync", count=3), Kill(wait=False, rank=1, call="adam", count=3)]
+    return killed("all-layer+fsdp+correlated", moments, train, world=4)
+
+
+def go_on_elsewhere(settings: str, moves: dict[tuple[int, str], list[tuple[int, str]]]) -> dict[str, Any]:
+    """Saved as `moves` say, by number of ranks and options, and continued on others."""
+
+    def work(options: str, folder: Path, until: int = STEPS) -> Callable[[], dict[str, Any]]:
+        kind = "+".join(filter(None, ("all-layer", options, settings)))
+        return lambda: train(kind, folder, None, until=until)
+
     with taken_for_equal(), tempfile.TemporaryDirectory() as place:
-        undisturbed = run(1, lambda: train("all-layer", Path(place, "undisturbed"), None))
+        undisturbed = run(1, work("", Path(place, "undisturbed")))
         results = {}
-        for origin, others in ((4, (2, 1)), (1, (2,)), (2, (2, 4))):
-            saved = Path(place, f"saved on {origin}")
-            run(origin, lambda: train("all-layer", saved, None, until=3))  # noqa: B023
-            for world in others:
-                folder = Path(shutil.copytree(saved, Path(place, f"{origin} to {world}")))
-                results[folder.name] = run(world, lambda: train("all-layer", folder, None))  # noqa: B023
+        for (origin, options), others in moves.items():
+            saved = Path(place, f"{origin}+{options}")
+            run(origin, work(options, saved, until=3))
+            for world, other in others:
+                folder = Path(shutil.copytree(saved, Path(place, f"{origin}+{options} to {world}+{other}")))
+                results[folder.name] = run(world, work(other, folder))
         return {"undisturbed": undisturbed, "results": results}
 
 
+def worlds() -> dict[str, Any]:
+    return go_on_elsewhere("", {(4, ""): [(2, ""), (1, "")], (1, ""): [(2, "")], (2, ""): [(2, ""), (4, "")]})
+
+
+def worlds_of_replicas() -> dict[str, Any]:
+    others = [(2, ""), (2, "data"), (1, ""), (4, "fsdp+across")]
+    return go_on_elsewhere("adaptive", {(4, "ddp"): others})
+
+
+def worlds_of_shards() -> dict[str, Any]:
+    others = [(2, ""), (2, "data"), (1, ""), (4, "ddp")]
+    return go_on_elsewhere("correlated", {(4, "fsdp"): others, (2, "data"): [(4, "fsdp")]})
+
+
 def meshes() -> dict[str, Any]:
-    """Killed on two stages, continued on one process: what was ever seen of each step, and what the ledger counted."""
+    """Killed on stages, continued on one process: what was ever seen of each step, and what the ledger counted."""
     found: dict[str, Any] = {}
-    for name, kill in (
-        ("in a save", Kill(wait=True, rank=0, call="rename", count=3)),
-        ("after a release", Kill(wait=True, rank=1, call="adam", count=4)),
+    for name, world, options, kill in (
+        ("in a save", 2, "", Kill(wait=True, rank=0, call="rename", count=3)),
+        ("after a release", 2, "", Kill(wait=True, rank=1, call="adam", count=4)),
+        ("replicas in a save", 4, "+ddp", Kill(wait=True, rank=0, call="rename", count=3)),
+        ("shards in a save", 4, "+fsdp", Kill(wait=True, rank=0, call="rename", count=3)),
     ):
         with tempfile.TemporaryDirectory() as place:
             folder, log = Path(place, "run"), Path(place, "log")
             log.touch()
-            died = run(2, lambda: train("all-layer", folder, log), kill) is None  # noqa: B023
+            died = run(world, lambda: train(f"all-layer{options}", folder, log), kill) is None  # noqa: B023
             again = run(1, lambda: train("all-layer", folder, log))  # noqa: B023
             assert died
             assert again is not None
             found[name] = {**again, "seen": len(set(log.read_text().splitlines()))}
     return found
+
+
+def everywhere(work: Callable[[], Any]) -> list[Any]:
+    """What `work` returns on all ranks, with its warnings about checkpoints; or the error that it raises."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            own: Any = work()
+        except DpshardError as error:
+            own = f"{type(error).__name__}: {error}"
+        else:
+            own = [own, *(text for text in (str(x.message) for x in caught) if "step-" in text)]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, own)
+    return everyone
+
+
+def on_one_rank(work: Callable[[], Any]) -> None:
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
+
+
+def damaged(kind: str) -> dict[str, Any]:
+    """Files of ranks are lost, or in another's place; and the journal knows more than the checkpoint, or less."""
+
+    def work() -> dict[str, Any]:
+        training = prepare(f"block-wise+{kind}", folder)
+        training.checkpointer.save()
+
+        def again() -> list[Any]:
+            loaded = training.checkpointer.load()
+            after = training.engine.step, training.releases
+            go_on(training, 2)
+            same = torch.equal(parameters_of(training.model), parameters)
+            return [loaded, *after, same, training.releases]
+
+        go_on(training, 2)
+        parameters, old, new = parameters_of(training.model), folder / "step-00000001", folder / "step-00000002"
+        files = sorted(path.name for path in new.glob("__*"))
+        on_one_rank((new / files[-1]).unlink)
+        found = {"writers": files, "lost": everywhere(again)}
+        on_one_rank(lambda: shutil.copy(new / files[0], new / files[-1]))
+        found["swapped"] = everywhere(again)
+        on_one_rank((folder / "releases.journal").unlink)
+        found["forgotten"] = everywhere(training.checkpointer.load)
+        on_one_rank(lambda: [(path / files[-1]).unlink() for path in (old, new)])
+        found["all lost"] = everywhere(training.checkpointer.load)
+        return found
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "run")
+        return run(4, work) or {}
 
 
 @contextmanager
@@ -188,48 +344,48 @@ def slow_disk(log: Path) -> Iterator[None]:
         yield
 
 
-def handed_out() -> dict[str, Any]:
+def handed_out(kind: str) -> dict[str, Any]:
     """What stages got of a release that rank 0 did not finish writing to the disk."""
 
     def work() -> dict[str, Any]:
         with slow_disk(log):
-            return train("all-layer", folder, None)
+            return train(f"all-layer+{kind}", folder, None)
 
     with tempfile.TemporaryDirectory() as place:
         folder, log = Path(place, "run"), Path(place, "log")
-        died = run(2, work) is None
+        died = run(2 if kind == "alone" else 4, work) is None
         return {"died": died, "handed out": sorted(log.read_text().splitlines())}
 
 
-def names() -> dict[str, Any]:
-    """Stages have a buffer of one name: with one value, and with others."""
+def names(kind: str) -> dict[str, Any]:
+    """All stages have a frozen layer and a buffer of one name: with one value, and with others on the last rank."""
 
-    def work(value: float | None) -> dict[str, Any]:
-        model, rank = Model(BLOCKS, set()).double(), dist.get_rank()
-        cut(model, rank, 2)
-        model.register_buffer("scale", torch.tensor(3.0 if value is None else value + rank))
-        told: dict[str, Any] = {"model_parallel_group": dist.group.WORLD, "model_parallel_parts": {"*": "stage"}}
-        engine = PrivacyEngine(
-            model, batch_size=10, sample_size=SAMPLES, steps=STEPS, noise_multiplier=1.0, accountant="gdp", **told
-        )
-        optimizer = optimizer_of(model)
-        with tempfile.TemporaryDirectory() as place:
-            folder = [place]
-            dist.broadcast_object_list(folder)
-            try:
-                checkpointer = Checkpointer(folder[0], engine, optimizer)
-                checkpointer.save()
-                model.get_buffer("scale").add_(rank)
-                checkpointer.save()
-            except DpshardError as error:
-                everyone: list[Any] = [None, None]
-                dist.all_gather_object(everyone, str(error))
-                return {"step": engine.step, "errors": everyone, "saved": len(list(Path(folder[0]).glob("step-*")))}
-        return {}
+    def changed(tensor: Tensor) -> None:
+        if dist.get_rank() == dist.get_world_size() - 1:
+            (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().add_(1)
 
-    return {"at once": run(2, lambda: work(1.0)), "later": run(2, lambda: work(None))}
+    def work() -> dict[str, Any]:
+        training = prepare(f"all-layer+shared+{kind}", folder)
+        model, save = training.model, training.checkpointer.save
+        found = {"equal": everywhere(lambda: save() is None)}
+        changed(model.scale)
+        found["buffer"] = everywhere(save)
+        found["new"] = everywhere(lambda: Checkpointer(folder, training.engine, training.optimizer) is None)
+        model.scale.fill_(3.0)
+        changed(model.shared.weight)
+        found["frozen"] = everywhere(save)
+        return found
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "run")
+        found = run(2 if kind == "alone" else 4, work) or {}
+        return {**found, "saved": sorted(path.name for path in folder.glob("step-*"))}
 
 
 if __name__ == "__main__":
-    scenarios = {"kills": kills, "worlds": worlds, "meshes": meshes, "handed_out": handed_out, "names": names}
-    print("RESULT", json.dumps(scenarios[sys.argv[1]]()), flush=True)
+    scenarios: dict[str, Callable[..., dict[str, Any]]] = {
+        found.__name__: found
+        for found in (kills, kills_of_replicas, kills_of_shards, worlds, worlds_of_replicas, worlds_of_shards)
+    }
+    scenarios |= {"meshes": meshes, "damaged": damaged, "handed_out": handed_out, "names": names}
+    print("RESULT", json.dumps(scenarios[sys.argv[1]](*sys.argv[2:])), flush=True)

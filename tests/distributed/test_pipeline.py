@@ -77,7 +77,6 @@ REFUSED = {
 REFUSED_BESIDE = {
     "1f1b:all-layer:auto+ddp+unsummed+digested": "LogicalBatchError: The clipped sums of this logical batch differ",
     "1f1b:block-wise:auto+ddp+rescaled": "LogicalBatchError: The gradient of",
-    "1f1b:block-wise:auto+ddp+saved": "ConfigurationError: A Checkpointer does not save stages",
     "1f1b:block-wise:auto+fsdp+unreduced": "LogicalBatchError: The clipped sum of",
     "1f1b:block-wise:auto+fsdp+rescaled": "LogicalBatchError: The clipped sum of",
     "1f1b:block-wise:auto+fsdp+thin+clipped": "LogicalBatchError: The gradient of",
@@ -86,7 +85,6 @@ REFUSED_BESIDE = {
     "1f1b:block-wise:auto+fsdp+half-ddp": "ConfigurationError: Ranks disagree about wrappers",
     "1f1b:all-layer:auto+fsdp+hybrid": "ConfigurationError: Hybrid sharding (HSDP) within a stage",
     "1f1b:all-layer:auto+fsdp+lost": "is incomplete",
-    "1f1b:block-wise:auto+fsdp+saved": "ConfigurationError: A Checkpointer does not save stages",
 }
 ENDS = {
     "1f1b:block-wise:auto+another-evaluates": "ConfigurationError: No input that stage 1 of the pipeline receives",

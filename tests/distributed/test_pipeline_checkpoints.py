@@ -1,4 +1,4 @@
-"""A pipeline is killed, and goes on with as many stages or others.
+"""A pipeline is killed, and goes on with as many stages or others; so do pipelines side by side.
 
 Failure modes: 24 test_a_pipeline_that_is_killed_goes_on_as_if_nothing_had_been and
 test_no_stage_hands_out_a_release_before_it_is_on_the_disk.
@@ -11,43 +11,75 @@ from tests.distributed.restarts import STEPS
 from tests.distributed.test_checkpointer import assert_same, assert_undisturbed
 
 
-def restarts(scenario: str) -> dict:
-    return launch("staged_restarts.py", 1, scenario, timeout=240)
+def restarts(*arguments: str) -> dict:
+    return launch("staged_restarts.py", 1, *arguments, timeout=240)
 
 
 @pytest.mark.exhaustive
-def test_a_pipeline_that_is_killed_goes_on_as_if_nothing_had_been() -> None:
-    found = restarts("kills")
-    assert found["deaths"] == 5
+@pytest.mark.parametrize(("scenario", "deaths"), [("kills", 5), ("kills_of_replicas", 2), ("kills_of_shards", 2)])
+def test_a_pipeline_that_is_killed_goes_on_as_if_nothing_had_been(scenario: str, deaths: int) -> None:
+    found = restarts(scenario)
+    assert found["deaths"] == deaths
     assert_undisturbed(found)
+    for finished in found["finished"]:
+        assert finished["thresholds"] == found["undisturbed"]["thresholds"]
 
 
 @pytest.mark.exhaustive
-def test_a_run_goes_on_with_another_number_of_stages() -> None:
-    assert_same(restarts("worlds"), tolerance=1e-10)
+@pytest.mark.parametrize("scenario", ["worlds", "worlds_of_replicas", "worlds_of_shards"])
+def test_a_run_goes_on_with_another_number_of_stages(scenario: str) -> None:
+    found = restarts(scenario)
+    assert_same(found, tolerance=1e-10)
+    for result in found["results"].values():
+        assert result["thresholds"] == found["undisturbed"]["thresholds"]
 
 
 @pytest.mark.exhaustive
 def test_a_pipeline_that_is_killed_goes_on_in_one_process_and_counts_what_was_seen() -> None:
     """A step that one process repeats has other sums, so other noise, and counts twice."""
     found = restarts("meshes")
-    assert {name: result["releases"] for name, result in found.items()} == {
-        "in a save": STEPS + 1,
-        "after a release": STEPS,
-    }
-    assert found["in a save"]["seen"] == STEPS + 1
-    assert found["in a save"]["epsilon"] > found["after a release"]["epsilon"]
+    again = found.pop("after a release")
+    assert again["releases"] == STEPS
+    for result in found.values():
+        assert result["releases"] == result["seen"] == STEPS + 1
+        assert result["epsilon"] > again["epsilon"]
 
 
 @pytest.mark.exhaustive
-def test_no_stage_hands_out_a_release_before_it_is_on_the_disk() -> None:
-    found = restarts("handed_out")
+@pytest.mark.parametrize(("kind", "ranks"), [("alone", 2), ("ddp", 4)])
+def test_no_stage_hands_out_a_release_before_it_is_on_the_disk(kind: str, ranks: int) -> None:
+    found = restarts("handed_out", kind)
     assert found["died"]
-    assert found["handed out"] == ["rank 0: 1", "rank 1: 1"]
+    assert found["handed out"] == [f"rank {rank}: 1" for rank in range(ranks)]
 
 
-def test_one_name_of_different_tensors_is_refused_on_all_stages() -> None:
-    found = restarts("names")
-    assert [found[case]["saved"] for case in ("at once", "later")] == [0, 1]
-    for error in found["at once"]["errors"] + found["later"]["errors"]:
-        assert "scale is another tensor on rank 1 of the pipeline than on rank 0" in error
+@pytest.mark.parametrize("kind", ["ddp+adaptive", "fsdp+correlated"])
+def test_pipelines_side_by_side_go_on_from_what_is_sound(kind: str) -> None:
+    """A repeated step costs nothing, though the journal knows its release and the checkpoint does not."""
+    found = restarts("damaged", kind)
+    assert len(found["writers"]) == 4  # of one step: all ranks
+    faults = {"lost": f"{found['writers'][-1]} is missing", "swapped": "its size or digest does not match"}
+    for fault, text in faults.items():
+        for values, warning, *_ in found[fault]:
+            assert text in warning
+            assert "Resuming from step-00000001" in warning
+            assert values == [True, 1, 2, True, 2]  # loaded, step and releases, then the same parameters and releases
+    assert all("are unknown" in warning for _, warning in found["forgotten"])
+    assert all("There is no other checkpoint" in error for error in found["all lost"])
+    assert {len(found[fault]) for fault in ("lost", "swapped", "forgotten", "all lost")} == {4}
+
+
+@pytest.mark.parametrize("kind", ["alone", "fsdp"])
+def test_one_name_of_different_tensors_is_refused_on_all_stages(kind: str) -> None:
+    found = restarts("names", kind)
+    ranks = 2 if kind == "alone" else 4
+    assert found["saved"] == ["step-00000000"]
+    assert found["equal"] == [[False]] * ranks
+    last, beside = ranks - 1, ranks - 2  # which hold the same shards of the frozen layer
+    for case, what in {
+        "buffer": f"scale is another tensor on rank {last} than on rank 0",
+        "new": f"scale is another tensor on rank {last} than on rank 0",
+        "frozen": f"shared.weight is another tensor on rank {last} than on rank {beside}",
+    }.items():
+        assert len(found[case]) == ranks
+        assert all(f"ConfigurationError: {what}" in error for error in found[case])
