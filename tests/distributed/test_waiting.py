@@ -5,8 +5,8 @@ import pytest
 from tests.distributed.launch import together
 from tests.oracle import TOLERANCE
 
-CASES = [f"{backend}:{nbytes}" for backend in ("ddp", "fsdp2") for nbytes in (700, 2**25)]
-"""Two groups share an anchor and close early, or all groups share one."""
+CASES = [f"{backend}:{nbytes}" for backend in ("ddp", "fsdp2", "fsdp2-unused") for nbytes in (700, 2**25)]
+"""Two groups share an anchor and close early, or all groups share one; ranks may use different parameters."""
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -8,6 +8,9 @@ unit's sums are computed. As in FSDP there is one collective per unit, but
 - nothing is rounded to the parameters' dtype before the noise: buckets are float32 or wider. FSDP would reduce bfloat16
   gradients in bfloat16, and rounding can move the sum by more than one sample does;
 - all ranks reduce all units in one fixed order, including units with layers that did not run here.
+A unit goes to its shards when its last sum arrives, between the gathers of FSDP. So ranks must use the same parameters,
+as under FSDP by default. Where a rank misses one, it cannot know when the others reduce its unit. After
+`set_reduce_scatter_unused_params(True)`, all units are reduced at the end of backward, behind all gathers.
 """
 
 from __future__ import annotations
@@ -55,6 +58,8 @@ class UnitReduction:
     def __init__(self, sharding: FSDP2Sharding, store: DotGradStore) -> None:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
+        self._at_end = {unit for unit in sharding.units if unit.take_unused(flag=False)}
+        """Units of which ranks may use different parameters; if there are any, all are reduced at the end."""
         self._pass: _Pass | None = None
 
     def _is_sliced(self, name: str) -> bool:
@@ -84,7 +89,8 @@ class UnitReduction:
             for name in unit.names:
                 if name in asked:
                     self._collect(reduction, unit, name, take(name))
-            self._launch_complete(reduction)
+            if not self._at_end:
+                self._launch_complete(reduction)
         return [None] * len(names)
 
     def _begin_pass(self) -> _Pass:
@@ -230,7 +236,9 @@ class UnitReduction:
         return replicas_RL[0]
 
     def detach(self) -> None:
-        """Do nothing."""
+        """Let FSDP send zeros for unused parameters again, if it did before."""
+        for unit in self._at_end:
+            unit.take_unused(flag=True)
 
 
 def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:

@@ -36,6 +36,17 @@ class Unit:
         """Return True if this backward reduces gradients (`set_requires_gradient_sync`)."""
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
+    def take_unused(self, *, flag: bool) -> bool:
+        """Let FSDP reduce zeros for unused parameters or not; return True if it did (torch >= 2.13).
+
+        FSDP would put these zeros in `.grad`, where they would count as gradients without noise.
+        """
+        groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
+        before = any(group.reduce_scatter_unused_params for group in groups)
+        for group in groups:
+            group.reduce_scatter_unused_params = flag
+        return before
+
     def is_sharded(self) -> bool:
         """Return True if no parameter is unsharded now."""
         return all(group.is_sharded for group in _groups(self.modules[0]))
