@@ -2,10 +2,11 @@
 
 Usage: torchrun --nproc_per_node=2 waiting_worker.py BACKEND:BYTES...
 
-Backends: ddp, fsdp2, fsdp2-unused. BYTES of clipped sums and of records may wait for an anchor. Rank 0 runs the branches of a block
-from the first to the last, rank 1 from the last to the first. Under DDP, and under FSDP2 with set_reduce_scatter_unused_params(True),
-no gradient reaches the branches of the second block on rank 1: they reach their anchor in part, or not at all. The case "again" lets an anchor run for two forwards in
-one backward, which FSDP2 would reduce once.
+Backends: ddp, fsdp2, fsdp2-unused. BYTES of clipped sums and of records may wait for an anchor. Rank 0 runs the
+branches of a block from the first to the last, rank 1 from the last to the first. Under DDP and fsdp2-unused, which calls
+set_reduce_scatter_unused_params(True), no gradient reaches the branches of the second block on rank 1: they reach their
+anchor in part, or not at all. The case "again" lets an anchor run for two forwards in one backward, which FSDP2 would
+reduce once.
 """
 
 import sys
@@ -119,7 +120,9 @@ def update(model: Model, backend: str, x: Tensor, R: float) -> dict[str, Tensor]
     else:
         for block in (model.first, model.second):
             fully_shard(block)
-        fully_shard(model).set_reduce_scatter_unused_params(backend == "fsdp2-unused")
+        fully_shard(model)
+        if backend == "fsdp2-unused":
+            model.set_reduce_scatter_unused_params(True)  # type: ignore[operator]
     options = {"clipping_style": "layer-wise", "max_grad_norm": R, "verify": False}
     engine = noise_free_engine(trained, batch_size=len(x) * dist.get_world_size(), **options)
     ramp_loss(trained(x)).backward()

@@ -37,7 +37,7 @@ class Unit:
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def take_unused(self, *, flag: bool) -> bool:
-        """Let FSDP reduce zeros for unused parameters or not; return True if it did (torch >= 2.13).
+        """Let FSDP reduce zeros for unused parameters or not; return True if it did.
 
         FSDP would put these zeros in `.grad`, where they would count as gradients without noise.
         """
