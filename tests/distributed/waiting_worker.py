@@ -3,10 +3,9 @@
 Usage: torchrun --nproc_per_node=2 waiting_worker.py BACKEND:BYTES...
 
 Backends: ddp, fsdp2, fsdp2-unused. BYTES of clipped sums and of records may wait for an anchor. Rank 0 runs the
-branches of a block from the first to the last, rank 1 from the last to the first. Under DDP and fsdp2-unused, which calls
-set_reduce_scatter_unused_params(True), no gradient reaches the branches of the second block on rank 1: they reach their
-anchor in part, or not at all. The case "again" lets an anchor run for two forwards in one backward, which FSDP2 would
-reduce once.
+branches of a block from the first to the last, rank 1 from the last to the first. No gradient reaches the branches of
+the second block on rank 1, except under fsdp2: they reach their anchor in part, or not at all. The case "again" lets an
+anchor run for two forwards in one backward, which FSDP2 would reduce once.
 """
 
 import sys
@@ -91,7 +90,7 @@ def told(case: str) -> float | str:
 
 def error(case: str) -> float:
     backend, nbytes = case.split(":")
-    scheme.WAITING = int(nbytes)
+    scheme.WAITING["cpu"] = int(nbytes)
     rank, W = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(1)
     x = torch.randn(W * B, D, dtype=torch.float64)
