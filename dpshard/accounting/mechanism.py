@@ -10,7 +10,7 @@ from typing import get_args
 from dpshard.accounting.copies import Span
 from dpshard.accounting.courses import MOST_BINS, CorrelatedBins, Course, CyclicPoisson, FixedOrder
 from dpshard.accounting.epochs import BallsInBins
-from dpshard.accounting.releases import Counts, Release
+from dpshard.accounting.releases import Counts, Release, relation_of
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -112,6 +112,11 @@ class SampledMechanism:
     def error(self) -> float:
         """Root mean square noise in the sums of the workload, in units of max_grad_norm."""
         return self.noise_multiplier * self.sensitivity * self.workload.error(self.correlation.noising(self._steps))
+
+    @property
+    def relation(self) -> str:
+        """Neighbouring relation: of Poisson sampling, that of the releases; otherwise "zero-out"."""
+        return relation_of([self.release(0)]) if self.sampling == "poisson" else "zero-out"
 
     def noise_weights(self, step: int) -> tuple[float, ...]:
         """Return the weights w_0 = 1, w_1, ... of the noise of `step` and of the steps before it."""

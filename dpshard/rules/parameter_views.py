@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _pytree as pytree
 
 from dpshard.rules.call import Replay, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
@@ -53,29 +53,20 @@ def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Sou
             return x
         return sources[x] if x in sources else x.detach()
 
-    kept_args, kept_kwargs = _replaced((args, kwargs), kept)
+    kept_args, kept_kwargs = pytree.tree_map(kept, (args, kwargs))
 
     def replay(values: dict[str, Tensor]) -> Tensor:
         def value(x: Any) -> Any:
             return x.replay(values) if isinstance(x, Source) else x
 
-        return outputs_of(func(*_replaced(kept_args, value), **_replaced(kept_kwargs, value)))[index]
+        own_args, own_kwargs = pytree.tree_map(value, (kept_args, kept_kwargs))
+        return outputs_of(func(*own_args, **own_kwargs))[index]
 
     return replay
 
 
 def _never_replayed(values: dict[str, Tensor]) -> Tensor:
     raise AssertionError("a source that was derived in a compiled region is never replayed")
-
-
-def _replaced(x: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Map `leaf` over `x`, also within dicts, lists and (named) tuples."""
-    if isinstance(x, dict):
-        return {key: _replaced(value, leaf) for key, value in x.items()}
-    if isinstance(x, (tuple, list)):
-        items = [_replaced(item, leaf) for item in x]
-        return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
-    return leaf(x)
 
 
 def _element(index: Any) -> int | None:

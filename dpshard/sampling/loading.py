@@ -16,7 +16,7 @@ from dpshard.errors import DataError
 from dpshard.sampling.packing import PlacedDocuments, collate_packed
 from dpshard.sampling.plans import MicroBatchPlan
 from dpshard.sampling.tokens import TokenStore
-from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors
+from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors, are_plain
 
 
 def load(
@@ -164,7 +164,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
             filled = {key: pad(value) for key, value in x.items()}
             return filled if type(x) is dict else type(x)(filled)  # type: ignore[call-arg]
         if isinstance(x, (list, tuple)):
-            if len(x) == rows and all(isinstance(item, (str, bytes, int, float)) for item in x):
+            if len(x) == rows and are_plain(x):
                 found = True
                 return type(x)(x[place] for place in places.tolist())
             items = [pad(item) for item in x]

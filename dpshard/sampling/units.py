@@ -212,7 +212,7 @@ def rows_of(unit: Any, rows_per_unit: int) -> list[Any]:
 def _row(x: Any, j: int, rows_per_unit: int) -> Any:
     if isinstance(x, Mapping):
         return {key: _row(value, j, rows_per_unit) for key, value in x.items()}
-    if isinstance(x, tuple) or (isinstance(x, list) and not _are_plain(x)):
+    if isinstance(x, tuple) or (isinstance(x, list) and not are_plain(x)):
         rows = [_row(part, j, rows_per_unit) for part in x]
         return type(x)(*rows) if hasattr(x, "_fields") else type(x)(rows)
     array = isinstance(x, (Tensor, np.ndarray))
@@ -221,7 +221,8 @@ def _row(x: Any, j: int, rows_per_unit: int) -> Any:
     return x[j]
 
 
-def _are_plain(x: list[Any]) -> bool:
+def are_plain(x: Sequence[Any]) -> bool:
+    """Return True if all items are strings or numbers, and there are any."""
     return bool(x) and all(isinstance(item, (str, bytes, int, float)) for item in x)
 
 

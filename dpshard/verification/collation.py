@@ -25,6 +25,7 @@ from torch.utils.data import default_collate
 
 from dpshard.errors import VerificationError
 from dpshard.interception import access_to
+from dpshard.sampling.units import are_plain
 
 ROUNDING = 1e-4
 """Rounding allowed, relative to the largest number of a row."""
@@ -169,7 +170,7 @@ def _with_rows(data: Any, n: int) -> Iterator[Any]:
         for value in data.values():
             yield from _with_rows(value, n)
     elif isinstance(data, (tuple, list)):
-        if len(data) == n and all(isinstance(item, (str, bytes, int, float)) for item in data):
+        if len(data) == n and are_plain(data):
             yield list(data)
         else:
             for value in data:

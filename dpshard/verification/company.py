@@ -21,7 +21,7 @@ from dpshard.interception import AS_DRAWN, Draws, Run
 from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import sample_dim
 from dpshard.verification.samples import replaced, replaced_targets
-from dpshard.verification.tolerances import moved, one_size, scale
+from dpshard.verification.tolerances import differ, moved, row_bounds, scale
 
 
 class Others(Enum):
@@ -133,9 +133,7 @@ def _verify_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
     if not x.is_floating_point():
         _verify_choices(x, y)
         return
-    apart, size = moved(x, y), scale(x)
-    eps = torch.finfo(x.dtype).eps
-    allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max()
+    apart, size, allowed = moved(x, y), scale(x), row_bounds(x, half=bench.half)
     if bool((apart > allowed).any()):
         worst = int((apart - allowed).argmax())
         raise VerificationError(
@@ -198,8 +196,7 @@ def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
         after = bench.values(everyone, run=run, loss=loss)
         if rank % 2 != parity:
             for x, y in zip(before, after, strict=True):
-                x, y = x.reshape(1, -1), y.reshape(1, -1)
-                apart = apart or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any())
+                apart = apart or differ(x, y, half=bench.half)
     if apart:
         raise VerificationError(
             "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "

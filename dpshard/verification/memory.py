@@ -19,7 +19,7 @@ from dpshard.errors import UnsupportedParameterError
 from dpshard.interception import Run, same
 from dpshard.verification.bench import Bench
 from dpshard.verification.samples import another, has_numbers, replaced
-from dpshard.verification.tolerances import moved, one_size, scale
+from dpshard.verification.tolerances import differ
 
 
 def others_of(bench: Bench) -> list[Run]:
@@ -93,8 +93,7 @@ def _same_numbers(x: torch.Tensor, y: torch.Tensor) -> bool:
 
 def _verify_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
     for x, y in zip(first, second, strict=True):
-        x, y = x.reshape(1, -1), y.reshape(1, -1)
-        if x.shape != y.shape or bool((moved(x, y) > one_size(x, half=bench.half) * scale(x)).any()):
+        if differ(x, y, half=bench.half):
             raise UnsupportedParameterError(
                 f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has a different output "
                 f"after other samples. The memory may be in {where} (a detached hidden state, a queue of features, a "

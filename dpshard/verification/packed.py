@@ -33,7 +33,7 @@ from dpshard.verification.gradients import (
 from dpshard.verification.kept import objective_of, statistics_kept
 from dpshard.verification.objectives import Loss, Objective
 from dpshard.verification.samples import OUTLIER
-from dpshard.verification.tolerances import moved, one_size, other_sizes, scale
+from dpshard.verification.tolerances import moved, other_sizes, row_bounds
 
 WHOLE: list[int] = []
 """Samples of a run of the whole stream."""
@@ -285,9 +285,7 @@ def _verify_kept(bench: Bench, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     x, y = (
         torch.cat([part.reshape(-1, *(part.shape[1:] or (1,))) for part in parts]) for parts in zip(*pairs, strict=True)
     )
-    apart, size = moved(x, y), scale(x)
-    eps = torch.finfo(x.dtype).eps if x.is_floating_point() else 0.0
-    allowed = one_size(x, half=bench.half) * size + 64 * eps * size.max() if x.is_floating_point() else 0 * size
+    apart, allowed = moved(x, y), row_bounds(x, half=bench.half)
     if bool((apart > allowed).any()):
         raise VerificationError(
             f"An output of shape {tuple(x.shape[1:])} per token moves by {float((apart - allowed).max()):.4g} when "

@@ -44,6 +44,20 @@ def one_size(x: Tensor, *, half: bool) -> float:
     return 1e-9
 
 
+def differ(x: Tensor, y: Tensor, *, half: bool) -> bool:
+    """Return True if two values of one batch size differ by more than rounding."""
+    x, y = x.reshape(1, -1), y.reshape(1, -1)
+    return x.shape != y.shape or bool((moved(x, y) > one_size(x, half=half) * scale(x)).any())
+
+
+def row_bounds(x: Tensor, *, half: bool) -> Tensor:
+    """Return the bound of rounding per row of dimension 0, for one batch size; 0 for whole numbers."""
+    size = scale(x)
+    if not x.is_floating_point():
+        return 0 * size
+    return one_size(x, half=half) * size + 64 * torch.finfo(x.dtype).eps * size.max()
+
+
 def moved(x: Tensor, y: Tensor) -> Tensor:
     """Return, per row of dimension 0, the largest difference; infinity where unequal numbers are not finite."""
     equal = (x == y) | (x.isnan() & y.isnan())

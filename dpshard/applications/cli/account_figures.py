@@ -18,7 +18,6 @@ from dpshard.accounting import (
     calibrate,
     compute_bound,
     compute_epsilon,
-    relation_of,
     rounded_up,
     steps_for_epsilon,
 )
@@ -112,14 +111,10 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
         found_by=bound.accountant,
         noise_multiplier=run.noise_multiplier,
         steps=steps,
-        neighbouring_relation=_relation(run),
+        neighbouring_relation=run.relation,
         upper_bound=accountant != "gdp",
         error_over_dp_sgd=correlated.error_over_dp_sgd(run, bound.epsilon, **question),
     )
-
-
-def _relation(run: SampledMechanism) -> str:
-    return relation_of([run.release(0)]) if run.sampling == "poisson" else "zero-out"
 
 
 def show(plan: Plan, answers: Sequence[Answer]) -> None:

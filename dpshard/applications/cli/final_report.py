@@ -11,7 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 import dpshard
-from dpshard.accounting import Mechanism, relation_of, rounded_up
+from dpshard.accounting import Mechanism, rounded_up
 from dpshard.accounting.risk import profile
 from dpshard.applications.cli.data import size
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
@@ -49,7 +49,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
             "delta": mechanism.target_delta,
             "profile": profile(engine.epsilon) if mechanism.noise_multiplier else [],
             "protected_unit": data.sample,
-            "neighbouring_relation": relation_of([mechanism.release(0)]) if poisson else "zero-out",
+            "neighbouring_relation": mechanism.relation,
             "sampling": _sampling(mechanism),
             "sensitivity": mechanism.sensitivity,
             "noise_correlation": None if mechanism.noise_correlation is None else repr(mechanism.noise_correlation),

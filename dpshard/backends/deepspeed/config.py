@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from dpshard.errors import ConfigurationError, UnsupportedOptimizerError
-from dpshard.names import is_compiled_wrapper
+from dpshard.names import is_compiled
 
 _TESTED = (0, 19)
 
@@ -104,13 +104,9 @@ def _reasons(engine: Any, stage: int) -> list[str]:
         found.append("offload to NVMe is not supported; offload to the CPU is.")
     if engine.zero_hpz_partition_size() > 1 or engine.zero_quantized_weights():
         found.append("hpZ partitions and quantized weights (ZeRO++) are not supported; plain ZeRO-3 is.")
-    if stage == 3 and any(_is_compiled(module) for module in engine.module.modules()):
+    if stage == 3 and any(is_compiled(module) for module in engine.module.modules()):
         found.append("compiled modules do not see the parameters that ZeRO-3 gathers. Use stage 1 or 2, or eager mode.")
     return found
-
-
-def _is_compiled(module: nn.Module) -> bool:
-    return is_compiled_wrapper(module) or module._compiled_call_impl is not None
 
 
 def _refuse_optimizer(optimizer: Any) -> None:
