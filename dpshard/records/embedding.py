@@ -41,14 +41,16 @@ class EmbeddingRecord:
     def per_sample(self) -> Tensor:
         """Per-sample gradients [B, *shape]."""
         values = self.read()
-        B, _, C = values.shape
-        return _added(values, self.ids.clamp(min=0), self.shape.numel() // C).view(B, *self.shape)
+        return _added(values, self.ids.clamp(min=0), self._count()).view(len(values), *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
         """sum_i weight_i * gradient_i, [*shape]."""
         values = self.read() * sum_weight_B.to(wide(self.values).dtype)[:, None, None]
-        rows_N, count = self.ids.clamp(min=0).flatten(), self.shape.numel() // values.shape[2]
-        return add_rows(values.flatten(0, 1), rows_N, count).view(self.shape)
+        return add_rows(values.flatten(0, 1), self.ids.clamp(min=0).flatten(), self._count()).view(self.shape)
+
+    def _count(self) -> int:
+        """Return V; 0 if C = 0, where nothing is added."""
+        return self.shape.numel() // max(self.values.shape[2], 1)
 
     def real(self) -> EmbeddingRecord:
         """See record.py."""

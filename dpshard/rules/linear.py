@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.records import OuterProduct, PerSampleGrad, Record, accum_dtype
-from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, Source, batch_axis
+from dpshard.rules.call import BatchAxis, Call, Hold, Output, Planned, Recipe, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
@@ -68,7 +68,7 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
         raise call.refuse("its two inputs carry the samples of the micro-batch in different dimensions")
 
     def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
-        *inputs, g_BTP = (axis.split(x, B).reshape(B, -1, x.shape[-1]) for x in tensors)
+        *inputs, g_BTP = (_rows(axis, x, B) for x in tensors)
         records: list[tuple[Source, Record]] = []
         if w is not None:
             left_BTD, right_BTE = inputs
@@ -79,6 +79,12 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
         return records
 
     return call.tap(output, (input1, input2) if w else (), [s for s in (w, b) if s is not None], build)
+
+
+def _rows(axis: BatchAxis, x: Tensor, B: int) -> Tensor:
+    """Return the rows of each sample, [B, T, D]; D may be 0."""
+    of_samples = axis.split(x, B)
+    return of_samples.flatten(1, -2) if of_samples.dim() > 2 else of_samples[:, None]
 
 
 def _is_matrix(call: Call, x: Tensor) -> bool:
@@ -126,10 +132,10 @@ class _Products(Recipe):
 
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
         B = self.batch_size
-        g_BTP = self.axis.split(tensors[-1], B).reshape(B, -1, tensors[-1].shape[-1])
+        g_BTP = _rows(self.axis, tensors[-1], B)
         records: list[Record] = []
         if self.shape is not None:
-            a_BTD = self.axis.split(tensors[0], B).reshape(B, -1, tensors[0].shape[-1]).conj()
+            a_BTD = _rows(self.axis, tensors[0], B).conj()
             rows, cols = (a_BTD, g_BTP) if self.transposed else (g_BTP, a_BTD)
             records.append(OuterProduct(rows[:, None], cols[:, None], torch.Size(self.shape)))
         if self.has_bias:

@@ -205,6 +205,9 @@ class _Sums(Recipe):
 
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
         g, moments = wide(tensors[-1]), self.moments
+        if not g.numel():
+            shapes = [shape for shape in (self.weight, self.bias) if shape is not None]
+            return [PerSampleGrad(g.new_zeros(self.batch_size, *shape)) for shape in shapes]
         if self.weight is not None and moments and native.supports_normalization(g.device, g.dtype):
             pair = self._natively(wide(tensors[0]), g, self.weight, moments)
             return pair if self.bias is not None else pair[:1]

@@ -1,6 +1,7 @@
 """Modules of torch that combine several rules, against the oracle."""
 
 import pytest
+import torch
 from torch import nn
 
 from tests.oracle import Use, assert_exact, randn
@@ -87,3 +88,23 @@ def test_lists_and_dicts_of_parameters():
         "maps": nn.ParameterDict({"out": nn.Parameter(randn(E, 2))}),
     }
     assert_exact(Use(use, before=E, **parts), randn(4, 4, E))
+
+
+EMPTY = {
+    "Linear(4, 0)": lambda: nn.Linear(4, 0),
+    "Linear(0, 4)": lambda: nn.Sequential(nn.Linear(4, 0), nn.Linear(0, 4)),
+    "Bilinear": lambda: nn.Bilinear(4, 4, 0),
+    "LayerNorm": lambda: nn.Sequential(nn.Linear(4, 0), nn.LayerNorm(0)),
+    "four of LayerNorm": lambda: nn.Sequential(nn.Linear(4, 0), *(nn.LayerNorm(0) for _ in range(4))),
+    "Embedding": lambda: nn.Embedding(5, 0),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize("name", EMPTY)
+def test_weights_without_elements_train(name):
+    def use(m, x):
+        inputs = [x.new_ones(x.shape, dtype=torch.long) if name == "Embedding" else x] * (1 + (name == "Bilinear"))
+        return m.head(x) + m.layer(*inputs).flatten(1).sum(1, keepdim=True)
+
+    assert_exact(Use(use, layer=EMPTY[name](), head=nn.Linear(4, 3), unused=randn(0)), randn(5, 4))
