@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import BatchSampler, DataLoader
@@ -142,17 +142,12 @@ class Run:
             return {}
         if self.data.kind is Kind.NUMBERS:
             return self._score_numbers(split)
-        model = self.sharded.model
-        model.eval()
-        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
         loss, right, count = 0.0, 0, 0
-        with torch.no_grad():
-            for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
-                logits, y = model(x.to(self.device)).flatten(0, -2), y.to(self.device).flatten()
-                if counts:
-                    loss += float(F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED))
-                    right += int((logits.argmax(1) == y).sum())
-                    count += int((y != IGNORED).sum())
+        for logits, y in self._outputs(split):
+            logits, y = logits.flatten(0, -2), y.flatten()
+            loss += float(F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED))
+            right += int((logits.argmax(1) == y).sum())
+            count += int((y != IGNORED).sum())
         loss, right, count = (sum(values) for values in zip(*self.ranks.gather((loss, right, count)), strict=True))
         scores = {"loss": loss / max(1, count), "accuracy": right / max(1, count)}
         if self.data.kind is Kind.LANGUAGE:
@@ -160,19 +155,26 @@ class Run:
         return scores
 
     def _score_numbers(self, split: Any) -> dict[str, float]:
-        objective, model = self.data.objective, self.sharded.model
-        model.eval()
-        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
+        objective = self.data.objective
         sums = torch.zeros(4, dtype=torch.float64)  # of 1, errors, y and y squared, y in [-1, 1]
-        with torch.no_grad():
-            for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
-                errors_B = objective.losses(model(x.to(self.device)), y.to(self.device)).double().cpu()
-                if counts:
-                    sums += torch.stack([torch.ones_like(y).sum(), errors_B.sum(), y.sum(), y.square().sum()])
+        for outputs, y in self._outputs(split):
+            errors_B, y = objective.losses(outputs, y).double().cpu(), y.cpu()
+            sums += torch.stack([torch.ones_like(y).sum(), errors_B.sum(), y.sum(), y.square().sum()])
         count, error, total, squares = sum(self.ranks.gather(sums)).tolist()  # type: ignore[union-attr]
         variance = squares / count - (total / count) ** 2
         rmse = math.sqrt(error / count) * (objective.high - objective.low) / 2
         return {"loss": error / count, "rmse": rmse, "r2": 1 - error / count / variance if variance > 0 else 0.0}
+
+    def _outputs(self, split: Any) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield outputs and targets of this rank's part of a split; all ranks run the model equally often."""
+        model = self.sharded.model
+        model.eval()
+        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
+        for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
+            with torch.no_grad():
+                outputs = model(x.to(self.device))
+            if counts:
+                yield outputs, y.to(self.device)
 
 
 def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:
