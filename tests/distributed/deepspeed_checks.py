@@ -15,6 +15,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine
@@ -429,6 +430,10 @@ def refusals(stage: int) -> dict[str, Any]:
     model_engine = start(model, configuration(stage), SGD(model.parameters(), lr=0.1))
     with mock.patch.object(model_engine, "fp16_enabled", return_value=True):  # DeepSpeed has no fp16 on the CPU
         found["fp16"] = refused(lambda: engine_on(model_engine))
+    replicated = DistributedDataParallel(small())
+    found["DDP"] = refused(
+        lambda: engine_on(start(replicated, configuration(stage), SGD(replicated.parameters(), lr=0.1)))
+    )
     nvme = deepspeed.runtime.zero.offload_config.DeepSpeedZeroOffloadOptimizerConfig(device="nvme")
     with mock.patch.object(model_engine, "zero_offload_optimizer", return_value=nvme):
         found["nvme"] = refused(lambda: engine_on(model_engine))

@@ -183,6 +183,7 @@ ADVICE = {
     "accumulation": "Set it to 1",
     "clipping": "Set it to 0.0",
     "default clipping": "Set it to 0.0",
+    "DDP": "Hand the model itself to deepspeed.initialize()",
     "stage 0": '"zero_optimization": {"stage": 1}',
     "1-bit Adam": "not a supported DeepSpeed Optimizer",  # DeepSpeed itself; with ZeRO it never went together
     "muon": "Choose Adam or AdamW",

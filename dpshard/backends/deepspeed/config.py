@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from dpshard.errors import ConfigurationError, UnsupportedOptimizerError
@@ -69,6 +70,11 @@ def _reasons(engine: Any, stage: int) -> list[str]:
         found.append(
             "MoE layers of DeepSpeed route samples of all ranks to shared experts, up to a capacity, so samples have "
             "no gradients of their own."
+        )
+    if any(isinstance(module, DistributedDataParallel) for module in engine.module.modules()):
+        found.append(
+            "the model is in DistributedDataParallel, which would reduce gradients beside ZeRO. Hand the model itself "
+            "to deepspeed.initialize()."
         )
     if any(p.is_complex() for p in engine.module.parameters()):
         found.append(
