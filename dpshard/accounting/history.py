@@ -85,7 +85,7 @@ class History:
             self._go_to(hashlib.sha256(self._place + facts).digest())
 
     def state_dict(self, step: int) -> dict[str, Any]:
-        """Return the place before `step`, and the known releases from there on, as plain JSON."""
+        """Return the place before `step`, and the known releases after it, as plain JSON."""
         ahead = {str(n): sorted(x.hex() for x in self._known(n)) for n in range(step, self.end)}
         return {"place": self._place.hex(), "tip": self._tip.hex(), "ahead": ahead}
 

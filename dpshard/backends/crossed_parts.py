@@ -28,7 +28,7 @@ def placed_parts(
     parameters: Mapping[str, Tensor],
     declared: DeclaredParts | None,
 ) -> ModelParts:
-    """Return the parts of a model of DTensors on `mesh`, of which the user may declare more; `cut`: see ModelParts.
+    """Return the parts of a model of DTensors on `mesh`; the user may declare more. `cut`: see ModelParts.
 
     Raises ConfigurationError unless these are terms of all `parameters`, over other ranks.
     """

@@ -61,7 +61,7 @@ def sizes_of(data: Communicator, parts: ModelParts) -> tuple[int, ...]:
 def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
     """Return the sizes of the grid, and all ranks in its order; the ranks find it together.
 
-    Raises ConfigurationError if there is none.
+    Raises ConfigurationError without such a grid.
     """
     sizes = sizes_of(data, parts)
     if math.prod(sizes) != everyone.world_size:

@@ -4,7 +4,8 @@
 Between an anchor and the noise a clipped sum lies in `.grad`, where any code may change it. So
 - a hook on every parameter accepts only the tensor object that its anchor returned. (Autograd passes a sum of several
   paths as another tensor.) Without a reducer an anchor returns none: its sums go to `.grad` past autograd.
-- whoever adds a sum records `.grad` and its version: the store, or a second hook where autograd adds it. The end of the
+- the code that adds a sum records `.grad` and its version: the store, or a second hook where autograd adds it. The end
+of the
   backward pass records a checksum of its bits. All three must be unchanged before more gradients or noise are added. A
   change (clip_grad_norm_, unscaling, zero_grad, a foreign optimizer) would alter the accounted sum, or use it without
   noise. The version reveals writes that change no bit (zero_() on zeros). The checksum reveals writes that torch does

@@ -254,7 +254,7 @@ class ModelParts:
     # --- where parts lie --------------------------------------------------------------------------------------------
 
     def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
-        """Return the shape of a plain parameter of which each rank holds an equal part."""
+        """Return the whole shape of a plain parameter; each rank holds an equal part."""
         dim = self._cut.get(name)
         return torch.Size(n * self.size if d == dim else n for d, n in enumerate(part))
 

@@ -61,7 +61,7 @@ class Slices:
         return own_B
 
     def whole(self, name: str, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the tensor [*shape] of which each rank has a slice."""
+        """Return the tensor [*shape]; each rank has a slice of it."""
         outer, _, step = self._pieces
         pieces = self._gathered(own).view(self._ranks, outer, step, -1).transpose(0, 1)
         chunks = pieces.reshape(self._chunks, -1)[:, : self._chunk(name, shape)]

@@ -72,7 +72,7 @@ def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -
 
 
 class PlacedSharding(Unsharded):
-    """Parameters of which some are DTensors over the ranks of one model."""
+    """Parameters; some are DTensors over the ranks of one model."""
 
     accumulates = True
 

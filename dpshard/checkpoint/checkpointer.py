@@ -131,7 +131,7 @@ class Checkpointer:
             pending.result()
 
     def load(self, *, released: int | None = None) -> bool:
-        """Go back to the newest sound checkpoint, with a warning about damaged ones; return False if there is none.
+        """Go back to the newest sound checkpoint, with a warning about damaged ones; return False without one.
 
         The journal counts the releases of later steps. Repeating a step with the same sums costs nothing more, but
         other sums are charged. Without the journal, pass `released`, the total number of released steps. Raises

@@ -30,7 +30,7 @@ class Mark(NamedTuple):
     entries: int
     """Number of entries before it."""
     newest: str
-    """The last of them, in hexadecimal; "" if there is none, or if it is unknown, as in older checkpoints."""
+    """The last of them, in hexadecimal; "" without one, or if it is unknown, as in older checkpoints."""
 
     def after(self, step: int, identity: bytes) -> Mark:
         """Return the mark behind one more release."""

@@ -49,7 +49,7 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
 
 
 def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
-    """Return to which leaves among `edges` the running pass brings a gradient: all, but for backward(inputs=...).
+    """Return to which leaves among `edges` the running pass brings a gradient: all, except in backward(inputs=...).
 
     None if it returns the gradient of one: torch.autograd.grad.
     """

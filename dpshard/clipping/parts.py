@@ -76,7 +76,7 @@ class Parts(Protocol):
         ...
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
-        """Return the whole of a sum of which each rank has a slice, or the sum; all ranks call it."""
+        """Return a whole sum, from the slices of all ranks or as it is; all ranks call it."""
         ...
 
     def summed(self, x: Tensor) -> Tensor:
@@ -85,5 +85,5 @@ class Parts(Protocol):
 
     @property
     def terms(self) -> Parts:
-        """The ranks of which each has a term, for parameters of terms: these, or others (crossed_parts.py)."""
+        """The ranks with a term each, for parameters of terms: these, or others (crossed_parts.py)."""
         ...

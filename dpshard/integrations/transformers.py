@@ -337,7 +337,7 @@ class _Begin(TrainerCallback):
 
 
 def _foreign_loss(cls: type) -> str | None:
-    """Return the name of the trainer below ours whose loss is neither known nor replaced; None if there is none."""
+    """Return the name of a trainer below ours whose loss is neither known nor replaced; or None."""
     if cls._training_loss is not _Private._training_loss:
         return None
     known = {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}

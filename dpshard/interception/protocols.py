@@ -80,7 +80,7 @@ class ShardingHooks(Protocol):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The ranks that hold parts of the model; None if there are none."""
+        """The ranks that hold parts of the model, or None."""
         ...
 
     @property

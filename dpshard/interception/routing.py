@@ -284,7 +284,7 @@ class Routing:
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Move the samples of `x` to `output`; dimension i was order[i]. Return False if there are none."""
+        """Move the samples of `x` to `output`; dimension i was order[i]. Return False without samples."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False

@@ -64,7 +64,7 @@ class _Ring:
         self._sizes = [shard.local.numel() for shard in shards]
         self._coefficients, self._secure = coefficients, secure
         self.link: bytes | None = None
-        """Key of the step of the newest vector; None if there is none."""
+        """Key of the step of the newest vector, or None."""
         self.vectors = torch.zeros(
             max(1, len(coefficients) - 1),
             sum(self._sizes),

@@ -4,8 +4,8 @@
 Every sample draws its step of the epoch, independently and uniformly. The accountant relies on exactly this. A step is
 a function of run secret, epoch and sample. So all ranks agree, and a resumed run continues the epoch. The first request
 for a step of an epoch draws the steps of all N samples. It sorts the samples by step. This takes O(N) time and 10 N
-bytes, of which 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw
-for the whole run ([Note: The pair of correlated bins] in accounting/simulation.py).
+bytes; 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw for the
+whole run ([Note: The pair of correlated bins] in accounting/simulation.py).
 """
 
 from __future__ import annotations

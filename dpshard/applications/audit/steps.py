@@ -253,7 +253,7 @@ class _Scores(NamedTuple):
     """Contribution of the canary to z if it is drawn."""
 
     def likelihood(self, var_P: NDArray[np.float64], chances: Chances) -> NDArray[np.float64]:
-        """Return the log likelihood ratio of each trial, [N], for these variances of the noise."""
+        """Return each trial's log likelihood ratio [N], given these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
         var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
         # A step without the canary tells nothing; its deviation must not be 0.

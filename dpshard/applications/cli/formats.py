@@ -41,7 +41,7 @@ def _finite(value: Any) -> Any:
 
 
 class Names(yaml.SafeLoader):
-    """Reads words as texts that YAML 1.1 takes for booleans; only true and false are none."""
+    """Reads words as texts that YAML 1.1 takes for booleans, except true and false."""
 
 
 Names.yaml_implicit_resolvers = {
@@ -86,5 +86,5 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
 
 
 def field_of_option(default: Any, help: str, *, panel: str, **more: Any) -> Any:
-    """Return a field of settings, of which options.py makes an option of the command line; `more`: see there."""
+    """Return a field of settings, which options.py turns into an option of the command line; `more`: see there."""
     return field(default=default, metadata={"panel": panel, "help": help, **more})

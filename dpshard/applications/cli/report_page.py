@@ -202,7 +202,7 @@ def _records(samples: Mapping[str, int], name: str, say: Texts, settings: TrainS
 
 
 def _fingerprint(digest: str, settings: TrainSettings, say: Texts) -> str:
-    """Return the digest, and that it is no file's if the data are none."""
+    """Return the digest, and say so if it is not that of a file."""
     parts = settings.data is None or settings.data.startswith("hf:") or Path(settings.data).is_dir()
     return say("sha256.parts" if parts else "sha256", digest=digest)
 

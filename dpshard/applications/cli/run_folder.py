@@ -83,7 +83,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the run at `path`; raise RunFolderError if there is none."""
+        """Return the run at `path`; raise RunFolderError without one."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunFolderError(

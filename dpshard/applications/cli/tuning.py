@@ -249,7 +249,7 @@ class SearchFolder:
 
     @classmethod
     def open(cls, path: Path) -> tuple[SearchFolder, Plan]:
-        """Return the search at `path`; raise RunFolderError if there is none."""
+        """Return the search at `path`; raise RunFolderError without one."""
         folder = cls(path)
         if not folder.plan.is_file():
             raise RunFolderError(f"{path} is not the folder of a search: it has no {folder.plan.name}.")

@@ -126,7 +126,7 @@ def listed(frame: DataFrame) -> str:
 
 
 def numbers_of(cells: Any) -> NDArray[np.float64]:
-    """Return cells as numbers, NaN where they are none."""
+    """Return cells as numbers, NaN for others."""
     return _numbers(cells, "number")
 
 

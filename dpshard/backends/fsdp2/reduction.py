@@ -59,7 +59,7 @@ class UnitReduction:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._at_end = {unit for unit in sharding.units if unit.take_unused(flag=False)}
-        """Units of which ranks may use different parameters; if there are any, all are reduced at the end."""
+        """Units whose parameters ranks may use differently; with any, all are reduced at the end."""
         self._pass: _Pass | None = None
 
     def _is_sliced(self, name: str) -> bool:

@@ -88,7 +88,7 @@ def _leave_uncounted(mixture: Any) -> None:
 
 @composite(deterministic_scatter_add._opoverload)
 def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
-    """Do what torchtitan's operator does, in a function that the engine knows."""
+    """Do what torchtitan's operator does, by a function with a rule."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:

@@ -59,7 +59,10 @@ def table(rows: Sequence[Sequence[int]]) -> Table:
 
 @functools.cache
 def library() -> Library | None:
-    """Return the library built with the package; None without one, of which it warns once, or if DPSHARD_NATIVE=0."""
+    """Return the library built with the package, or None.
+
+    None without one, with one warning, or if DPSHARD_NATIVE=0.
+    """
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
     found = path()
