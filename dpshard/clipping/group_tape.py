@@ -74,7 +74,7 @@ class GroupTape:
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
-        self._versions: dict[str, list[int]] = {}  # of measured entries: foreign code may write their tensors
+        self._versions: dict[str, list[int]] = {}  # of what waits: foreign code may write its tensors
         self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
         """Small single records of parameters; measured and summed together at the end."""
@@ -152,6 +152,7 @@ class GroupTape:
         waits = isinstance(first, PerSampleGrad) or (keep and (offload is None or offload.bundles_small()))
         if is_small(first) and waits and not others and source.label == name:
             self.small[name] = first
+            self._versions[name] = [versions(first)]
             return
         records = self._measured(name, [first, *others], closing=closing)
         if keep:
@@ -190,6 +191,8 @@ class GroupTape:
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
         small, self.small = self.small, {}
+        for name, record in small.items():
+            self._require_unwritten(name, [record], measured=False)
         if self.roots.parts is None:
             self._measure_small(small, keep=keep)
         else:
@@ -218,16 +221,16 @@ class GroupTape:
             self._norm_sq = [parts.norm_sq(total(cut) if cut else none_B, total(whole) if whole else none_B)]
             self._whole_sq = []
 
-    def _require_unwritten(self, name: str, entries: list[tuple[Source, Record]]) -> None:
-        """Raise LogicalBatchError unless the tensors of records are as they were measured."""
-        measured = self._versions.pop(name, None)
-        if measured is not None and measured != [versions(record) for _, record in entries]:
-            raise changed(name)
+    def _require_unwritten(self, name: str, records: Iterable[Record], *, measured: bool = True) -> None:
+        """Raise LogicalBatchError unless the tensors of records are as they were: measured, or small and waiting."""
+        before = self._versions.pop(name, None)
+        if before is not None and before != [versions(record) for record in records]:
+            raise changed(name, measured=measured)
 
     def copy_records(self, memory: OwnMemory) -> None:
         """Keep the measured records in memory of their own."""
         for name, some in self.entries.items():
-            self._require_unwritten(name, some)
+            self._require_unwritten(name, [record for _, record in some])
         self.entries = {name: [(s, memory.of(r)) for s, r in some] for name, some in self.entries.items()}
         self._waiting = {name: [(s, w.copied(memory)) for s, w in some] for name, some in self._waiting.items()}
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
@@ -271,7 +274,7 @@ class GroupTape:
         if self.sum_weight_B is None:
             return
         weight_B, nonfinite_B = self._weights(name)
-        self._require_unwritten(name, entries)
+        self._require_unwritten(name, [record for _, record in entries])
         for source, record in entries:
             self._add_sum(name, source, record, weight_B, nonfinite_B)
         while waiting and self._offload is not None:

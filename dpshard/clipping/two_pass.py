@@ -3,8 +3,9 @@
 [Note: Two passes] The model's output is cut off from its inner graph. When `loss.backward()` reaches the cut, the inner
 graph runs twice with the same output gradient. The first pass runs up to the anchors' tokens, and measures the records.
 The second runs to the parameters, and weights the records with the known factors. Each pass drops them at once. The
-factors act on the records, so the loss may be any function, and is never re-weighted. Goodfellow 2015,
-arXiv:1510.01799; Lee & Kifer 2020.
+factors act on the records, so the loss may be any function, and is never re-weighted. Both passes must compute the same
+gradients, so no hook may write the gradients with which they begin. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer
+2020.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch.utils import _pytree as pytree
 from dpshard.clipping.autograd_nodes import left_out_of_graphs
 from dpshard.clipping.tape import Pass, Tape
 from dpshard.errors import REENTRANT, LogicalBatchError, UnsupportedParameterError
+from dpshard.records.written import changed_between_passes
 
 
 @left_out_of_graphs
@@ -42,6 +44,7 @@ class _Cut(torch.autograd.Function):
         if reached and tokens:
             with torch.enable_grad():
                 tape.current = Pass.NORMS
+                written = [seed._version for seed in seeds]
                 try:
                     with tape.kept_outputs.handed_out_again():
                         torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
@@ -53,6 +56,9 @@ class _Cut(torch.autograd.Function):
                     tape.between_passes()
                 unused = tape.unused_anchor_tokens()
                 torch.autograd.backward([*tensors, *unused], [*seeds, *(torch.zeros_like(token) for token in unused)])
+                if [seed._version for seed in seeds] != written:
+                    tape.aborted = True  # the sums are delivered: refuse their release
+                    raise changed_between_passes()
         ctx.inner = None
         return None, None, None
 

@@ -1,4 +1,4 @@
-"""The tensors of a record: their bytes, and writes to them before its group was clipped."""
+"""The tensors of a record: their bytes, and writes to them before its group was clipped or between two passes."""
 
 from __future__ import annotations
 
@@ -14,20 +14,24 @@ _names: dict[type[Record], list[str]] = {}
 
 def versions(record: Record) -> int:
     """Return the sum of the versions of a record's tensors; every write that torch counts raises it."""
-    return sum([x._version for x in _tensors_of(record)])
+    return _sum_of(record, "_version")
 
 
 def nbytes_of(record: Record) -> int:
     """Return the bytes of a record's tensors."""
-    return sum([x.nbytes for x in _tensors_of(record)])
+    return _sum_of(record, "nbytes")
 
 
-def _tensors_of(record: Record) -> list[Tensor]:
+def _sum_of(record: Record, attribute: str) -> int:
     kind = type(record)
     if kind not in _names:
         _names[kind] = [field.name for field in fields(kind)]
-    found = (getattr(record, name) for name in _names[kind])
-    return [x for x in found if isinstance(x, Tensor)]
+    total = 0
+    for name in _names[kind]:  # a comprehension would be a call
+        x = getattr(record, name)
+        if isinstance(x, Tensor):
+            total += getattr(x, attribute)
+    return total
 
 
 def changed(name: str, *, measured: bool = True) -> LogicalBatchError:
@@ -38,6 +42,16 @@ def changed(name: str, *, measured: bool = True) -> LogicalBatchError:
         else "while it waited for its norm: the sample would count with another gradient"
     )
     return LogicalBatchError(
-        f"A gradient or an input that {name} was used with was changed in place during backward, {when}. Let the "
-        f"autograd.Function or the hook that writes it return a new tensor, or choose a clipping_mode of two passes."
+        f"A gradient or an input that {name} was used with was changed in place during backward, {when}. {_NEW_TENSOR}"
+    )
+
+
+_NEW_TENSOR = "Let the autograd.Function or the hook that writes it return a new tensor."
+
+
+def changed_between_passes() -> LogicalBatchError:
+    """Return the error to raise if the gradient with which both of two passes begin was written in one of them."""
+    return LogicalBatchError(
+        f"The gradient of the model's output was changed in place during backward, and this clipping_mode runs "
+        f"backward twice: the norms and the sums would be those of different gradients. {_NEW_TENSOR}"
     )

@@ -1,6 +1,7 @@
 """Foreign code writes a gradient in place within backward, after its norm was measured and before its sum.
 
-Failure mode 2: test_a_gradient_written_after_its_norm_is_refused.
+Failure mode 2: test_a_gradient_written_after_its_norm_is_refused and
+test_a_gradient_with_which_two_passes_begin_is_not_written.
 """
 
 import functools
@@ -9,9 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from dpshard.errors import LogicalBatchError
+from dpshard.errors import DpshardError, LogicalBatchError
 from dpshard.records import Offload
-from tests.oracle import norm, private_step, ramp_loss, randn
+from tests.oracle import gradients_of, noise_free_engine, norm, private_step, ramp_loss, randn
 from tests.records.races import SimulatedGpu
 
 D, R = 64, 0.1
@@ -51,3 +52,46 @@ def test_a_gradient_written_after_its_norm_is_refused(offload, monkeypatch):
         return
     with pytest.raises(LogicalBatchError, match=r"last\.weight was used with was changed in place"):
         step(lambda g: g.mul_(1000.0), **options)
+
+
+class Shifted(nn.Module):
+    """An output that foreign code shares; its hook runs in both passes, or in the second only, or not on the output."""
+
+    def __init__(self, hook, place):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.shift, self.hook, self.place = nn.Linear(D, D), nn.Parameter(randn(D, D)), hook, place
+
+    def forward(self, x):
+        first, middle = self.first(x), x.detach().requires_grad_().tanh()
+        output = (first + middle) + (x + self.shift)
+        {"output": output, "middle": middle, "first": first}[self.place].register_hook(self.hook)
+        return output.tanh() if self.place == "first" else output
+
+
+@pytest.mark.parametrize("place", ["output", "middle"])
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+def test_a_gradient_with_which_two_passes_begin_is_not_written(place):
+    """Written in both passes it counts twice in the second, 1000 R; in the second only, 925 R."""
+    options = {"max_grad_norm": R, "clipping_mode": "ghost", "verify": False}
+    assert norm(private_step(Shifted(lambda g: g * 1000.0, place).double(), (randn(1, D, D),), **options)) <= R * 1.001
+    model = Shifted(lambda g: g.mul_(1000.0), place).double()
+    engine = noise_free_engine(model, batch_size=1, **options)
+    with pytest.raises(LogicalBatchError, match="runs backward twice: the norms and the sums would be those of diff"):
+        (1e3 * ramp_loss(model(randn(1, D, D)))).backward()
+    try:
+        engine.privatize()
+    except DpshardError:
+        return
+    assert norm(gradients_of(model)) <= R * 1.001
+
+
+@pytest.mark.parametrize("mode", ["bk", "ghost"])
+def test_a_small_gradient_written_while_it_waits_is_refused(mode):
+    """In two passes, its norm would be that of another gradient than its sum: 369 R."""
+    options = {"max_grad_norm": R, "clipping_mode": mode, "verify": False}
+    for_norm = Shifted(lambda g: g / 1000.0, "first").double()
+    assert norm(private_step(for_norm, (randn(2, D, D),), ramp_loss, **options)) <= R * 1.001
+    model = Shifted(lambda g: g.div_(1000.0), "first").double()
+    with pytest.raises(LogicalBatchError, match=r"shift was used with was changed in place .* while it waited"):
+        private_step(model, (randn(2, D, D),), ramp_loss, **options)
