@@ -46,8 +46,8 @@ def _first(digests: Tensor) -> Tensor:
         raise LogicalBatchError(
             "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "
             "so the norms of samples do not fit the sums to release. Give all ranks the same samples, "
-            "the same random numbers (torch.manual_seed before dropout), and whole gradients: in tensor "
-            "parallelism by hand, reduce the gradients of what enters column-wise maps, and name parameters that "
+            "the same random numbers (torch.manual_seed before dropout), and whole gradients. In tensor "
+            "parallelism by hand, reduce the gradients of what enters column-wise maps. Name parameters that "
             "see a part of the sequence 'sum'. Call zero_grad() to start afresh."
         )
     return digests[..., 0, :]

@@ -101,10 +101,10 @@ class Guard:
                 )
             raise UnsupportedParameterError(
                 f"{name}: a gradient reached it along a path that dpshard does not see, so it is not clipped. Typical "
-                f"causes: a regularisation term on the parameter outside the model's forward (use the optimizer's "
-                f"weight_decay), torch.jit.script code, a custom autograd.Function, chunked_cross_entropy in a "
-                f"compiled forward (compile the blocks instead), the parameter used outside of any module call, or a "
-                f"forward in eval mode (call model.train())."
+                f"causes: (1) A regularisation term on the parameter outside the model's forward; use the optimizer's "
+                f"weight_decay. (2) torch.jit.script code, or a custom autograd.Function. (3) chunked_cross_entropy in "
+                f"a compiled forward; compile the blocks instead. (4) The parameter is used outside of any module "
+                f"call. (5) A forward in eval mode; call model.train()."
             )
 
     @contextmanager

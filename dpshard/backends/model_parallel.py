@@ -160,8 +160,8 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
 def _refuse_pipeline(callers: Iterator[str]) -> None:
     if any(name.startswith(_PIPELINES) for name in callers):
         raise ConfigurationError(
-            f"This forward belongs to a stage of a pipeline, which holds a part of the model, but the engine takes it "
-            f"for a whole model: give it model_parallel_group=GROUP and model_parallel_parts={{'*': 'stage'}}, "
+            f"This forward belongs to a stage of a pipeline, which holds a part of the model. But the engine takes it "
+            f"for a whole model. Give it model_parallel_group=GROUP and model_parallel_parts={{'*': 'stage'}}, "
             f"on every rank of a torch.distributed.pipelining schedule. DeepSpeed's pipelines are not supported. "
             f"{_TODAY}."
         )
@@ -182,8 +182,8 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
         return
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
-        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks: {_KINDS} that "
-        f"the script does not declare is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
+        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks. "
+        f"Undeclared {_KINDS} is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
         f"figures for the log outside of the forward."
     )
 
@@ -195,8 +195,8 @@ def _refuse_mixing(namespace: str, operator: str, in_parts: bool) -> None:
     except ConfigurationError as error:
         raise ConfigurationError(
             f"{error} Experts' ranks, which have other samples, may send each other rows, by all_to_all_single of "
-            f"torch.distributed._functional_collectives, and whole numbers (the counts of these rows), which nothing "
-            f"adds up on the way."
+            f"torch.distributed._functional_collectives. They may send whole numbers (the counts of these rows), which "
+            f"nothing adds up on the way."
         ) from None
 
 

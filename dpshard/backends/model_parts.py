@@ -298,10 +298,10 @@ def kinds_of(
         found = next((kind for pattern, kind in declared.items() if fnmatch.fnmatchcase(name, pattern)), None)
         if found is None:
             raise ConfigurationError(
-                f"model_parallel_parts does not mention {name}. Give a dimension (0 for column-wise, 1 for row-wise "
-                f"linear maps) if each rank holds a part of it, 'same' if each holds it and its whole gradient, 'sum' "
-                f"if each has a term of its gradient (parts of the sequence), 'samples' if each has other samples "
-                f"(beside experts in parts)."
+                f"model_parallel_parts does not mention {name}. If each rank holds a part of it, give a "
+                f"dimension (0 for column-wise, 1 for row-wise linear maps). Give 'same' if each holds it and its "
+                f"whole gradient, 'sum' if each has a term of its gradient (parts of the sequence). Give 'samples' if "
+                f"each has other samples (beside experts in parts)."
             )
         if found == SUM:
             termwise.add(name)
@@ -309,9 +309,9 @@ def kinds_of(
             cut[name] = found
         elif found == SAMPLES:
             raise ConfigurationError(
-                f"model_parallel_parts gives 'samples' for {name}: experts on several ranks, each with samples of its "
-                f"own, are supported under DistributedDataParallel over the same ranks, with 'samples' for every "
-                f"parameter but the experts' (dimension 0). See docs/model-parallel.md."
+                f"model_parallel_parts gives 'samples' for {name}. Experts on several ranks, each with samples of its "
+                f"own, are supported under DistributedDataParallel over the same ranks. Give 'samples' for every "
+                f"parameter except the experts' (dimension 0). See docs/model-parallel.md."
             )
         elif found != SAME:
             raise ConfigurationError(

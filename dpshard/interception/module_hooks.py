@@ -37,7 +37,7 @@ def refuse_hooks(module: nn.Module) -> None:
     """Raise UnsupportedParameterError if `module` has hooks, which would run outside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
-            f"{type(module).__name__}, which your loop calls, has a hook that verification does not see: it was "
+            f"{type(module).__name__}, which your loop calls, has a hook that verification does not see. It was "
             f"registered after the engine was made, for all modules, or on a module that FSDP or ZeRO-3 shards. "
             f"Register it before you make the PrivacyEngine, or on a module within, or move its code into forward."
         )

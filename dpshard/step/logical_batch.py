@@ -76,7 +76,7 @@ class MicroBatch:
         if plan.placement is not None or len(plan.indices) % count or len(self.chunks) not in (0, count):
             raise ConfigurationError(
                 f"A schedule of {count} micro-batches divides the {len(plan.indices)} samples that engine.batches "
-                f"hands out: micro_batch_size must be a multiple of {count}, the same in each step() on it, without "
+                f"hands out. micro_batch_size must be a multiple of {count}, the same in each step() on it, without "
                 f"packing and pad=False."
             )
         if self.together is None:

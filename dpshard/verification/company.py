@@ -173,11 +173,11 @@ def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
     apart = abs((a - b) - (c - d))
     if apart > rounding * largest:
         raise VerificationError(
-            f"The loss is not a sum of losses of single samples: with other inputs in one half of the rows it "
+            f"The loss is not a sum of losses of single samples. With other inputs in one half of the rows it "
             f"changes by {b - a:.6g} or by {d - c:.6g}, depending on the other half. Likely causes: a mean over the "
             f"tokens, or the valid rows, of the whole micro-batch (dpshard.losses.sample_losses takes each sample's "
-            f"own), class weights with reduction='mean', a contrastive or balancing loss, a penalty on a group or on "
-            f"a statistic of the batch."
+            f"own). Or class weights with reduction='mean', a contrastive or balancing loss, a penalty on a group or "
+            f"on a statistic of the batch."
         )
 
 
@@ -199,7 +199,7 @@ def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
                 apart = apart or differ(x, y, half=bench.half)
     if apart:
         raise VerificationError(
-            "An output on this rank moves when the inputs of other ranks change: the model gathers or reduces over "
+            "An output on this rank moves when the inputs of other ranks change. The model gathers or reduces over "
             "ranks in forward (SyncBatchNorm, a contrastive loss over gathered features, a global mean). So no "
             "per-sample gradient exists. Leave such collectives out of the model and its loss."
         )

@@ -298,12 +298,12 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor, cau
         )
     return VerificationError(
         f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together differ from those "
-        f"of each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: a function that "
-        f"mixes the samples of a batch (BatchNorm, a contrastive or token-mean loss, a load-balancing loss; for "
-        f"tokens, dpshard.losses.sample_losses takes each sample's own mean); a loss whose reduction is not the "
-        f"loss_reduction given to the engine; a batch dimension that is not dimension 0 of the inputs; random numbers "
-        f"per row that do not come from torch.rand, torch.randn or dropout (NumPy, torch.multinomial); a parameter "
-        f"used outside of a module call, or inside a torch.autograd.Function. Turn off with "
+        f"of each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: (1) A function "
+        f"mixes the samples of a batch (BatchNorm, a contrastive, token-mean or load-balancing loss). For tokens, "
+        f"dpshard.losses.sample_losses takes each sample's own mean. (2) The reduction of the loss is not the "
+        f"loss_reduction given to the engine. (3) The batch dimension is not dimension 0 of the inputs. (4) Random "
+        f"numbers per row do not come from torch.rand, torch.randn or dropout (NumPy, torch.multinomial). (5) A "
+        f"parameter is used outside of a module call, or inside a torch.autograd.Function. Turn off with "
         f"PrivacyEngine(verify=False) only if you can prove that every sample has a gradient of its own."
     )
 

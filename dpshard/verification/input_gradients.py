@@ -83,9 +83,9 @@ class InputGradients:
                     raise VerificationError(
                         f"The gradient that this stage of the pipeline gives to the stage before it depends on other "
                         f"samples: of sample {k}, its norm is {float(own.norm()):.4g} together with others and "
-                        f"{float(row.norm()):.4g} alone. Likely causes: a function that mixes samples, in forward or "
+                        f"{float(row.norm()):.4g} alone. Likely causes: a function mixes samples, in forward or "
                         f"only in backward (a custom autograd.Function, a hook that scales gradients by those of the "
-                        f"batch), or a loss whose reduction is not the loss_reduction given to the engine."
+                        f"batch). Or the reduction of the loss is not the loss_reduction given to the engine."
                     )
 
 

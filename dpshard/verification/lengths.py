@@ -50,7 +50,7 @@ def verify_lengths(bench: Bench) -> None:
             if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
                 raise VerificationError(
                     f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
-                    f"other rows have other outputs: one long sample affects all of them (RoPE scaled by the length: "
+                    f"other rows have other outputs. One long sample affects all of them (RoPE scaled by the length: "
                     f"dynamic, longrope; padding without a mask). Pad all micro-batches to one length, or switch the "
                     f"scaling off."
                 )

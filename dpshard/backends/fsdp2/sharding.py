@@ -101,8 +101,8 @@ class FSDP2Sharding(Sharding):
         if places is None or not in_order or not all(map(parts.is_termwise, self.parameters)):
             raise ConfigurationError(
                 "fully_shard has a mesh with ranks that hold one model. That is supported for context parallelism, "
-                "where all parameters are 'sum' and no replicas of HSDP hold one model: init_device_mesh with the "
-                "dimensions data and model, and fully_shard on both, flattened; or fully_shard on data alone."
+                "where all parameters are 'sum' and no replicas of HSDP hold one model. Make init_device_mesh with the "
+                "dimensions data and model, and fully_shard on both, flattened; or fully_shard only on data."
             )
         parts.slices = Slices(parts.group, chunks, self.rows, step=places[1][0] - places[0][0])
         parts.spread = True

@@ -140,7 +140,7 @@ def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: La
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "
-            f"{tuple(doubt.value.shape)} for {second} samples, so dpshard cannot tell whether dimension "
+            f"{tuple(doubt.value.shape)} for {second} samples. So dpshard cannot tell whether dimension "
             f"{doubt.dim} holds the rows of a sample side by side ([B, k], flattened) or one batch apart ([k, B]). "
             f"Keep the samples in a dimension of their own, or begin with small random weights rather than zeros. "
             f"With rows_per_unit=, verify=True compares gradients, and data with different rows also help."
