@@ -59,6 +59,8 @@ class Guard:
         self._hooked = hooked
         self._at_once = False  # foreign code runs within the backward pass
         self._watching = True
+        self.other_cause = ""
+        """What else may throw sums away, as sentences for the user."""
         # Not an address: another gradient may reuse that of one that never arrived.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
@@ -221,7 +223,7 @@ class Guard:
                 f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() only after "
                 f"optimizer.step(), not between the micro-batches of one logical batch, and not to skip a step. (If an "
                 f"optimizer outside torch.optim steps, call engine.privatize() before it: it would read gradients "
-                f"without noise.)"
+                f"without noise.){self.other_cause}"
             )
         raise LogicalBatchError(
             f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity differs from "

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -16,6 +17,11 @@ from dpshard.backends.roles import Take
 from dpshard.backends.stage_sums import LateSums
 from dpshard.backends.stages import OfStages, Stages
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError, UnsupportedParameterError
+
+_EVALUATED = (
+    " Or schedule.eval(...) has run between two micro-batches: torch infers shapes there, and clears the gradients of "
+    "FSDP2's modules. Evaluate after optimizer.step()."
+)
 
 
 class StageShards(OfStages, FSDP2Sharding):
@@ -33,6 +39,13 @@ class StageShards(OfStages, FSDP2Sharding):
                 "one dimension: all ranks with the same stage."
             )
         assert declared is not None
+        if len({*self.mesh.mesh.flatten().tolist()} & {*dist.get_process_group_ranks(declared[0])}) > 1:
+            raise ConfigurationError(
+                "fully_shard has a mesh with ranks of other stages of this pipeline, which hold other parameters. Give "
+                "it the mesh of the ranks with the same stage: the dimension of init_device_mesh that is not the "
+                "pipeline's, as in fully_shard(stage, mesh=mesh['dp'])."
+            )
+        self.guard.other_cause = _EVALUATED
         return Stages(declared[0], self.compute_device, self.parameters)
 
     def _together(self) -> AbstractContextManager[Any]:

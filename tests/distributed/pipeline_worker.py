@@ -3,13 +3,14 @@
 Usage: torchrun --nproc_per_node=W pipeline_worker.py SCHEDULE:STYLE:MODE[+OPTION...] [...]
 
 Schedules: gpipe, 1f1b. Styles as of the engine. Options that change a training: see SETTINGS; verified; checkpointed
-(blocks); evaluated (after each step); nan (in some samples); overwritten (inputs, after the schedule's step); resumed
-(after a step, on stages and on one process); by-hand (without noise, against one sample at a time); ddp (two pipelines,
-so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets the module in it); fsdp (two
-pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no root unit), hybrid (over nodes,
-too), half-ddp (the last stage in DDP), bfloat16 (parameters in forward); digested (sums are not taken for equal); thin
-(parts of one row, so more micro-batches); abandoned (after a batch that is left). Options that are faults: see
-`told_wrongly`, `faulty`, `changed` and PLANTED; another-evaluates (a schedule on the same stages).
+(blocks); evaluated (after each step), evaluated-within (a logical batch); nan (in some samples); overwritten (inputs,
+after the schedule's step); resumed (after a step, on stages and on one process); by-hand (without noise, against one
+sample at a time); ddp (two pipelines, so each stage has a replica in DistributedDataParallel), bare (PipelineStage gets
+the module in it); fsdp (two pipelines, so each stage has shards on two ranks), unsharded (after forward), apart (no
+root unit), hybrid (over nodes, too), over-stages (shards on ranks of other stages), half-ddp (the last stage in DDP),
+bfloat16 (parameters in forward); digested (sums are not taken for equal); thin (parts of one row, so more micro-
+batches); abandoned (after a batch that is left). Options that are faults: see `told_wrongly`, `faulty`, `changed` and
+PLANTED; another-evaluates (a schedule on the same stages).
 """
 
 import math
@@ -221,6 +222,8 @@ def train(
             if "rescaled" in options and logical_batch.complete:
                 schedule._stage.scale_grads(2)
             changed(model, logical_batch.position, options)
+            if "evaluated-within" in options and not logical_batch.complete:
+                evaluate(schedule, {"evaluated"})
         optimizer.step()
         optimizer.zero_grad()
         if schedule is not None:
@@ -287,7 +290,7 @@ def shard(model: Model, options: set[str], mesh: DeviceMesh) -> None:
     units = [*model.blocks.values(), model]
     if "apart" in options:
         units[-1:] = [module for module in (model.enter, model.head) if module is not None]
-    shards = mesh["nodes", "dp"] if "hybrid" in options else mesh["dp"]
+    shards = mesh["nodes", "dp"] if "hybrid" in options else mesh["pp" if "over-stages" in options else "dp"]
     for module in units:
         fully_shard(module, mesh=shards, reshard_after_forward="unsharded" not in options, mp_policy=policy)
 

@@ -84,6 +84,7 @@ REFUSED_BESIDE = {
     "1f1b:all-layer:auto+ddp+thin+amplified": "LogicalBatchError: The gradient of",
     "1f1b:block-wise:auto+fsdp+half-ddp": "ConfigurationError: Ranks disagree about wrappers",
     "1f1b:all-layer:auto+fsdp+hybrid": "ConfigurationError: Hybrid sharding (HSDP) within a stage",
+    "1f1b:all-layer:auto+fsdp+over-stages": "ConfigurationError: fully_shard has a mesh with ranks of other stages",
     "1f1b:all-layer:auto+fsdp+lost": "is incomplete",
 }
 ENDS = {
@@ -91,6 +92,7 @@ ENDS = {
     "1f1b:block-wise:auto+scaling": "ConfigurationError: Schedule1F1B\\(scale_grads=True\\) divides .grad",
     "1f1b:block-wise:auto+mixing+verified": "VerificationError: The gradient that this stage of the pipeline gives",
     "gpipe:all-layer:auto+time-first": "BatchLayoutError: A stage of a pipeline returned a tensor",
+    "1f1b:block-wise:auto+fsdp+thin+evaluated-within": "Or schedule.eval\\(...\\) has run between two micro-batches",
     "gpipe:block-wise:auto+uneven": "ConfigurationError: A schedule of 3 micro-batches divides the 8 samples",
 }
 
@@ -145,4 +147,4 @@ def test_all_stages_refuse_what_would_break_the_mechanism(world_size: int, case:
 @pytest.mark.exhaustive
 def test_a_stage_that_refuses_a_forward_ends_its_rank(case: str, text: str) -> None:
     with pytest.raises(FailedRankError, match=text):
-        launch("pipeline_worker.py", 2, case, timeout=60)
+        launch("pipeline_worker.py", 4 if "fsdp" in case else 2, case, timeout=60)
