@@ -27,7 +27,7 @@ class Closer:
         self.closed: set[int] = set()
         """Groups with coefficients, in one pass: they take no more records."""
         self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
-        self._complete: dict[int, list[int]] = {}  # groups that wait for others to close with, by anchor
+        self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait for others to close, by anchor
         self._streams: dict[int, set[object]] = {}  # of the arrivals at shared anchors, on an accelerator
         self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
         self._spanning: dict[int, Measured] = {}  # groups that wait for norms of other ranks
@@ -95,10 +95,10 @@ class Closer:
         for anchor, some in ready.items():
             if len(self._streams.get(anchor, ())) > 1:
                 continue  # only the anchor waits for all streams
-            waiting = self._complete.pop(anchor, [])
-            waiting += [index for index in some if index not in waiting]
-            if most is None or sum(self.groups[index].nbytes for index in waiting) > most:
-                self._close_early(anchor, waiting)
+            waiting = self._complete.pop(anchor, {})
+            waiting.update({index: self.groups[index].nbytes for index in some})  # once a group: there may be hundreds
+            if most is None or sum(waiting.values()) > most:
+                self._close_early(anchor, [*waiting])
             else:
                 self._complete[anchor] = waiting
 

@@ -14,8 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import dpshard
 from dpshard import PrivacyEngine
 from dpshard.applications.transformer import GPT, Block
+from dpshard.clipping import scheme
+from dpshard.clipping.group_tape import GroupTape
 from dpshard.kernels import native
 from tests import accelerator
+from tests.oracle import noise_free_engine
 
 B, T, V, WIDTH, MICRO_BATCHES = 4, 8, 16, 32, 2
 WAITS = ("_local_scalar_dense", "nonzero", "equal", "is_nonzero")
@@ -151,6 +154,18 @@ def test_backward_and_release_take_few_python_calls_for_a_parameter():
     in_backward, in_release, parameters = (y - x for x, y in zip(few, many, strict=True))
     assert in_backward <= 48 * parameters
     assert in_release <= 16 * parameters
+
+
+def test_a_group_that_waits_for_others_is_looked_at_once(monkeypatch):
+    """Sizes of all that wait, again for each group that comes: 80,200 for 400 groups."""
+    monkeypatch.setitem(scheme.COMPLETE, "cpu", 2**27)
+    sizes, looks = GroupTape.nbytes.fget, Counter()
+    monkeypatch.setattr(GroupTape, "nbytes", property(lambda group: looks.update([id(group)]) or sizes(group)))
+    model = nn.Sequential(*[nn.Conv1d(3, 3, 1) for _ in range(20)])
+    engine = noise_free_engine(model, batch_size=2, clipping_style="layer-wise", verify=False)
+    model(torch.randn(2, 3, 4)).sum(2).mean().backward()
+    engine.detach()
+    assert [*looks.values()] == [1] * 20
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
