@@ -186,6 +186,26 @@ def parallelisms(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
 
 
 @app.command()
+def megatron(out: Out = results_files.FOLDER, tiny: Tiny = False) -> None:
+    """Plan the runs of Megatron-LM's table of ordinary training, in minutes on one core, beside their speeds.
+
+    The results of benchmarks/results become a table of docs/planning.md. With --tiny, only the first run is planned.
+    """
+    from benchmarks import megatron as part
+
+    chosen = part.ROWS[:1] if tiny else part.ROWS
+    with console.progress("planning", len(chosen)) as advance:
+        rows = part.measure(chosen, advance)
+    console.out.print(part.table(rows), highlight=False, markup=False, soft_wrap=True)
+    if tiny:
+        return
+    results_files.write(out, "megatron", "megatron", {"rows": rows})
+    if out.resolve() == results_files.FOLDER:
+        (figures,) = results_files.read(out, "megatron")
+        part.PAGE.write_text(part.page(part.PAGE.read_text("utf-8"), figures), "utf-8")
+
+
+@app.command()
 def gpu(
     part: Annotated[
         list[str] | None,

@@ -33,6 +33,7 @@ from dpshard.applications.planner.stage_simulation import (
     Stage,
     StageCounts,
 )
+from dpshard.applications.planner.timeline import Event
 from dpshard.backends.backend import Backend
 from dpshard.errors import ConfigurationError
 from dpshard.records import OwnMemory
@@ -112,16 +113,16 @@ def test_the_schedule_is_that_of_a_simulation_by_events(seed: int) -> None:
         assert max(flying for _, flying, *_ in acts) == stages - s
 
 
-def a_stage(*, held: int = 0, kept: int = 0, buffers: int = 0, forward: int = FLOP, backward: int = 2 * FLOP) -> Any:
+def a_stage(*, held: int = 0, kept: int = 0, buffers: int = 0, collectives: Any = None) -> StageCounts:
     peaks = {FORWARD: 1000 + held, BACKWARD: 1010 + held + kept, SUMS: 1005 + kept if kept else 0, UPDATE: 900}
-    return StageCounts(forward, backward, FLOP if kept else 0, held, kept, buffers, peaks)
+    return StageCounts(FLOP, 2 * FLOP, FLOP if kept else 0, held, kept, buffers, peaks, collectives or {})
 
 
 def a_plan(stages: int, parts: int, clipping: Clipping | None = None, **stage: Any) -> PipelinePlan:
     """Equal stages without parameters, which send nothing."""
     setup = replace(SETUP, ranks=stages, micro_batches=parts, precision="bf16")
     estimate = PipelineEstimate(clipping, (a_stage(**stage),) * stages)
-    return PipelinePlan(setup, 1, (0,) * stages, 2048, 0, (estimate,))
+    return PipelinePlan(setup, 1, (0,) * stages, (0,) * stages, 2048, 0, (estimate,))
 
 
 @pytest.mark.parametrize(("stages", "parts"), [(2, 2), (4, 8), (8, 64)])
@@ -146,7 +147,7 @@ def test_replicas_sum_beside_the_last_backward_only_without_clipping() -> None:
     seconds = 1.5  # of each stage's all-reduce over two replicas in one node
     elements = round(seconds * 450e9 / 4)
     private, ordinary = (
-        replace(a_plan(2, 4, clipping), setup=replace(SETUP, ranks=4, precision="bf16"), elements=(elements,) * 2)
+        replace(a_plan(2, 4, clipping), setup=replace(SETUP, ranks=4, precision="bf16"), shards=(elements,) * 2)
         for clipping in (Clipping("layer-wise"), None)
     )
     assert private.times(private.estimates[0], HARDWARE).reduction == pytest.approx(seconds)
@@ -162,6 +163,73 @@ def test_stages_do_the_work_of_the_whole_model(counted: PipelinePlan) -> None:
     with simulated(replace(SETUP, micro_batches=1)) as whole:
         assert sum(counted.elements) == whole.elements
         assert sum(s.forward + s.backward for s in counted.estimates[0].stages) == whole.count(None, 3).flops
+
+
+def test_one_stage_is_the_whole_model(counted: PipelinePlan) -> None:
+    alone = make_pipeline_plan(SETUP, pp=1, micro_batch=3)
+    (stage,) = alone.estimates[0].stages
+    assert stage.forward + stage.backward == sum(s.forward + s.backward for s in counted.estimates[0].stages)
+    assert (alone.elements, alone.shards) == ((sum(counted.elements),),) * 2
+    assert len(alone.estimates) == 1
+    times = alone.times(alone.estimates[0], HARDWARE)
+    assert times.bubble == pytest.approx(0)
+    assert alone.replicas == 8
+
+
+@pytest.fixture(scope="module", params=["fp32", "bf16"])
+def in_parts(request: pytest.FixtureRequest) -> PipelinePlan:
+    """Two stages of two ranks each."""
+    return make_pipeline_plan(replace(SETUP, tp=2, precision=request.param), pp=2, micro_batch=3)
+
+
+def test_a_rank_of_a_stage_does_its_part_of_the_work(counted: PipelinePlan, in_parts: PipelinePlan) -> None:
+    assert [e.clipping for e in in_parts.estimates] == [None]  # the engine trains no other
+    assert in_parts.elements == counted.elements
+    assert in_parts.replicas == 2
+    for part, whole in zip(in_parts.estimates[0].stages, counted.estimates[0].stages, strict=True):
+        assert (part.forward, part.backward) == (whole.forward // 2, whole.backward // 2)
+    # Norms are whole on each rank, and so are the biases of the two products that are summed.
+    for shard, elements, whole in zip(in_parts.shards, in_parts.elements, (6, 8), strict=True):
+        assert 2 * shard == elements + whole * TINY.width
+
+
+def test_ranks_of_a_stage_send_each_other_hidden_states(counted: PipelinePlan, in_parts: PipelinePlan) -> None:
+    """An attention and an MLP gather their input and scatter their output; backward does the reverse."""
+    narrow = in_parts.setup.precision == "bf16"
+    whole = 3 * TINY.seq * TINY.width * (2 if narrow else 4)
+    assert counted.sent == 3 * TINY.seq * TINY.width * 4
+    assert in_parts.sent == whole // 2  # each rank its part of the tokens
+    table = 0 if narrow else 1  # of tokens: always float32
+    gathered_and_scattered = [
+        {FORWARD: (2, 2 + table), BACKWARD: (2 + table, 2)},
+        {FORWARD: (3, 2), BACKWARD: (2, 3)},  # and the head's input
+    ]
+    for stage, expected in zip(in_parts.estimates[0].stages, gathered_and_scattered, strict=True):
+        for phase, calls in expected.items():
+            events = [e for e in stage.collectives[phase] if e.nbytes == whole and (e.dtype == "bfloat16") is narrow]
+            kinds = [e.kind for e in events]
+            assert (kinds.count("all-gather"), kinds.count("reduce-scatter")) == calls
+            assert {(e.ranks, e.within_node) for e in events} == {(2, True)}
+
+
+def test_products_wait_for_the_collectives_of_their_stage() -> None:
+    """A gather of this size takes a second: a forward with two takes 3, and a backward with one takes 3."""
+    gather = Event(FORWARD, kind="all-gather", nbytes=900 * 10**9, ranks=2, waits=True)
+    collectives = {FORWARD: (gather, gather), BACKWARD: (gather,)}
+    plan = a_plan(4, 8, collectives=collectives)
+    times = plan.times(plan.estimates[0], HARDWARE)
+    assert times.span == pytest.approx((8 + 3) * (3 + 3))
+    assert times.within == pytest.approx(8 * 3)
+    assert times.bubble == pytest.approx(3 / 11)
+    two = replace(plan, setup=replace(plan.setup, ranks=8, tp=2))
+    assert two.replicas == 1
+    assert two.rate(two.estimates[0], HARDWARE) == pytest.approx(8 * 2048 / 66 / 8)
+
+
+def test_a_hop_leaves_the_node_if_the_next_stage_does() -> None:
+    """Ranks of a stage stand side by side: of 4 stages of 4 ranks two share a node of 8."""
+    plan = replace(a_plan(4, 4), setup=replace(SETUP, ranks=16, tp=4, precision="bf16"), sent=450 * 10**9)
+    assert plan._hops(replace(HARDWARE, inter=50.0)) == pytest.approx([1.0, 9.0, 1.0])
 
 
 @pytest.mark.filterwarnings("ignore:This loop feeds")
@@ -193,7 +261,11 @@ def test_kept_records_are_those_of_a_real_stage(counted: PipelinePlan, monkeypat
     [
         ({}, 3, "do not divide into pipelines"),
         ({"ranks": 9, "model": replace(TINY, layers=4)}, 3, "4 layers"),
-        ({"tp": 2}, 2, "refuses tensor and context"),
+        ({"tp": 2}, 2, "refuses tensor parallelism"),
+        ({"cp": 2}, 2, "refuses context parallelism"),
+        ({"tp": 16, "ranks": 32, "clippings": ()}, 2, "does not divide a node of 8"),
+        ({"tp": 8, "clippings": ()}, 2, "pipelines of 2 stages of 8 ranks each"),
+        ({"tp": 4, "clippings": ()}, 2, "2 heads do not divide"),
         ({"shard": "fsdp2"}, 2, "Choose shard=ddp"),
         ({"micro_batches": 1}, 2, "at least as many parts"),
         ({"model": "gpt2-xl"}, 2, "gpt-26b"),
@@ -201,8 +273,10 @@ def test_kept_records_are_those_of_a_real_stage(counted: PipelinePlan, monkeypat
     ],
 )
 def test_pipelines_that_the_engine_does_not_train_are_refused(changes: dict[str, Any], pp: int, message: str) -> None:
+    clippings = changes.get("clippings", [ALL_LAYER])
+    setup = replace(SETUP, **{name: value for name, value in changes.items() if name != "clippings"})
     with pytest.raises(ConfigurationError, match=message):
-        make_pipeline_plan(replace(SETUP, **changes), pp=pp)
+        make_pipeline_plan(setup, pp=pp, clippings=clippings)
 
 
 def test_two_passes_are_refused() -> None:
@@ -223,8 +297,20 @@ def test_the_command_plans_a_pipeline(tmp_path: Path, run: Callable[..., Any], m
     assert found["rate_per_gpu"] > 0
     for wrong, message in (
         (["--shard", "fsdp2"], "Choose shard=ddp"),
-        (["--tp", 2], "refuses tensor"),
+        (
+            ["--shard", "ddp", "--micro-batches", 4, "--tp", 2, "--clipping", "layer-wise"],
+            "for ordinary training alone",
+        ),
         (["--plot", tmp_path / "x.png"], "--plot does not draw"),
         (["--batch-size", 9, "--sample-size", 99, "--steps", 9, "--noise-multiplier", 1.0], "whole run"),
     ):
         assert message in " ".join(run("plan", *options, *wrong, exit_code=2).stderr.split())
+    printed = " ".join(run("plan", *options, "--shard", "ddp", "--micro-batches", 4, "--tp", 2).stdout.split())
+    for text in (
+        "2 pipelines of 2 stages of 2 ranks each",
+        "4 parts of 1 sample, 1F1B",
+        "of it, within stages",
+        "it cannot train them yet",
+    ):
+        assert text in printed
+    assert "block-wise" not in printed

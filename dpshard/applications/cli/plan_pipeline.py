@@ -33,14 +33,14 @@ def print_plan(
 ) -> None:
     """Count the stages of a pipeline, and print time and memory of a step."""
     from dpshard.applications.planner import Clipping, Setup
-    from dpshard.applications.planner.pipelines import PIPELINE_CLIPPINGS, make_pipeline_plan
+    from dpshard.applications.planner.pipelines import make_pipeline_plan
 
     begun = time.monotonic()
     plan = make_pipeline_plan(
         Setup(**settings.setup),
         pp=settings.pp,
         micro_batch=settings.micro_batch,
-        clippings=[Clipping(style, mode) for style, mode in chosen] or PIPELINE_CLIPPINGS,
+        clippings=[Clipping(style, mode) for style, mode in chosen] or None,
         report=report,
     )
     seconds = time.monotonic() - begun
@@ -52,15 +52,25 @@ def print_plan(
 def show(plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, seconds: float) -> None:
     """Print a plan."""
     setup = plan.setup
+    of_stage = f" of {setup.tp} ranks each (tensor parallelism)" if setup.tp > 1 else ""
     console.out.print(
-        f"[bold]{escape(str(setup.model))}[/], {sum(plan.elements) / 1e9:,.1f} billion parameters, {plan.replicas} "
-        f"pipelines of {plan.pp} stages on {setup.ranks} ranks, {setup.micro_batches} parts of {plan.micro_batch} "
-        f"samples, 1F1B, {setup.precision}"
+        f"[bold]{escape(str(setup.model))}[/], {sum(plan.elements) / 1e9:,.1f} billion parameters, "
+        f"{_counted(plan.replicas, 'pipeline')} of {plan.pp} stages{of_stage} on {setup.ranks} ranks, "
+        f"{_counted(setup.micro_batches, 'part')} of {_counted(plan.micro_batch, 'sample')}, 1F1B, {setup.precision}"
     )
     console.out.print(_table(plan, hardware))
     console.out.print(f"[dim]{plan_time.assumptions(hardware)}[/]")
     parts = setup.micro_batches
     textbook = (plan.pp - 1) / (parts + plan.pp - 1)
+    if setup.tp > 1:
+        console.out.print(
+            "• Private styles are not planned here: the engine refuses tensor parallelism within a stage, so it cannot "
+            "train them yet."
+        )
+    if plan.pp > SHOWN:
+        console.out.print(
+            f"• Of {plan.pp} stages the table shows the {SHOWN} with the highest peaks; --json FILE has all."
+        )
     console.out.print(
         f"• Equal stages without transfers would wait {textbook:.1%} of the span; more parts shorten this share."
     )
@@ -70,6 +80,10 @@ def show(plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, secon
             if labels := [label for label, fit in fits.items() if fit is wanted]:
                 console.out.print(f"• {said} {gpu_memory:g} GiB: {'; '.join(labels)}.")
     console.out.print(f"[dim]Counted in {seconds:.0f} s. Leave a tenth for allocator and libraries.[/]")
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count:,} {what}{'s' * (count != 1)}"
 
 
 def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
@@ -84,10 +98,13 @@ def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
     times = {e.label: plan.times(e, hardware) for e in plan.estimates}
     peaks = {e.label: plan.peaks(e) for e in plan.estimates}
     worst = sorted(range(plan.pp), key=lambda s: -max(some[s] for some in peaks.values()))
-    work = plan.setup.micro_batches
+    work = plan.setup.micro_batches * plan.setup.tp
     add("TFLOP, all stages", lambda e: f"{work * sum(s.forward + s.backward + s.sums for s in e.stages) / 1e12:,.0f}")
     add("seconds", lambda e: f"{times[e.label].total:,.3g}", "bold")
-    for name, field in (("schedule", "span"), ("sums after it", "sums"), ("all-reduce", "reduction"), ("update",) * 2):
+    fields = [("schedule", "span"), ("sums after it", "sums"), ("all-reduce", "reduction"), ("update",) * 2]
+    if plan.setup.tp > 1:
+        fields.insert(1, ("  of it, within stages", "within"))
+    for name, field in fields:
         add(f"  {name}", lambda e, field=field: f"{getattr(times[e.label], field):,.3g}", "dim")
     add("stages wait", lambda e: f"{times[e.label].bubble:.1%}")
     add("tokens/s per GPU", lambda e: f"{plan.rate(e, hardware):,.0f}", "bold")
@@ -95,7 +112,7 @@ def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
     for s in worst[:SHOWN]:
         add(f"  stage {s}", lambda e, s=s: f"{peaks[e.label][s] / GIB:,.1f}", "dim")
     first = worst[0]
-    add(f"of stage {first}, by part", lambda _: "", "dim")
+    add(f"stage {first}, GiB a part", lambda _: "", "dim")
     add("  held in flight", lambda e: f"{e.stages[first].held / GIB:,.2f}", "dim")
     add("  kept to the end", lambda e: f"{e.stages[first].kept / GIB:,.2f}", "dim")
     return table

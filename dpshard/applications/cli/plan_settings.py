@@ -43,7 +43,7 @@ class PlanSettings:
         "everything (stage 3); hsdp: shards within a node, replicated over nodes.",
     )
     node: int = _ranks(8, "GPUs of a node, the shards of hsdp.")
-    tp: int = _ranks(1, "Ranks of tensor and sequence parallelism, under fsdp2 or zero2.")
+    tp: int = _ranks(1, "Ranks of tensor and sequence parallelism, under fsdp2 or zero2; with --pp under ddp.")
     cp: int = _ranks(1, "Ranks of context parallelism, under fsdp2 or zero2.")
     pp: int = _ranks(1, "Stages of a pipeline, under ddp and 1F1B; --micro-batches are its parts.")
     gpu_memory: float | None = _ranks(

@@ -45,11 +45,9 @@ def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subjec
         raise ConfigurationError("tp and cp are planned for gpt-26b, gpt-100b and gpt-1t. Plan other models without.")
     heads = next(block.attention.heads for block in model.blocks if isinstance(block, Block))
     length = model.positions.num_embeddings
-    for what, size, ranks in (("heads", heads, tp), ("tokens of a sample", length, tp * cp)):
-        if size % ranks:
-            raise ConfigurationError(f"{size} {what} do not divide by {ranks} ranks. Choose another tp, cp or seq.")
+    require_parts(heads, length, tp=tp, cp=cp)
     if tp > 1:
-        _cut_weights(model, mesh["tp"])
+        cut_weights(model, mesh["tp"])
         return replace(subject, around_step=loss_parallel)
     for block in model.blocks:
         assert isinstance(block, Block)
@@ -77,8 +75,18 @@ class _Gathering(nn.Module):
         return self.out(y_BHTK.transpose(1, 2).flatten(2))
 
 
-def _cut_weights(model: GPT, mesh: DeviceMesh) -> None:
-    """Apply tensor and sequence parallelism, in the form of Korthikanti et al. 2022, arXiv:2205.05198."""
+def require_parts(heads: int, length: int, *, tp: int, cp: int = 1) -> None:
+    """Raise ConfigurationError unless the ranks divide heads, and tokens of a sample."""
+    for what, size, ranks in (("heads", heads, tp), ("tokens of a sample", length, tp * cp)):
+        if size % ranks:
+            raise ConfigurationError(f"{size} {what} do not divide by {ranks} ranks. Choose another tp, cp or seq.")
+
+
+def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
+    """Apply tensor and sequence parallelism, in the form of Korthikanti et al. 2022, arXiv:2205.05198.
+
+    A stage of a pipeline has some of the modules at the ends of `model`, or none.
+    """
     whole, sequence = Replicate(), Shard(1)
     ends: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
@@ -98,7 +106,9 @@ def _cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         "mlp.2": RowwiseParallel(output_layouts=sequence),
     }
     # No rank sends its values at the start: they are the same.
-    parallelize_module(model, mesh, ends, src_data_rank=None)
+    here = {name: style for name, style in ends.items() if name in model._modules}
+    if here:
+        parallelize_module(model, mesh, here, src_data_rank=None)
     for block in model.blocks:
         parallelize_module(block, mesh, inner, src_data_rank=None)
 

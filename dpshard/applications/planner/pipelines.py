@@ -7,9 +7,17 @@ from dataclasses import dataclass, replace
 
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.models import PRESETS, Transformer
+from dpshard.applications.planner.parallel import require_parts
 from dpshard.applications.planner.schedule import order_of, peak_of, walk
-from dpshard.applications.planner.simulation import Clipping, Setup, counting
-from dpshard.applications.planner.stage_simulation import SUMS, StageCounts, StageSimulation, count_stage
+from dpshard.applications.planner.simulation import Clipping, Setup, counting, fake_group
+from dpshard.applications.planner.stage_simulation import (
+    BACKWARD,
+    FORWARD,
+    SUMS,
+    StageCounts,
+    StageSimulation,
+    count_stage,
+)
 from dpshard.applications.planner.timeline import update_bytes
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
@@ -23,13 +31,15 @@ class PipelineTimes:
 
     span: float
     """From the first forward to the last backward."""
+    within: float
+    """Of the span, in which ranks of a stage send to each other: tensor parallelism, on the busiest stage."""
     sums: float
     """Norms of groups that span stages, and their clipped sums on the slowest stage."""
     reduction: float
     """All-reduce over replicas, beyond what runs beside backward."""
     update: float
     bubble: float
-    """Share of the span in which stages wait."""
+    """Share of the span in which stages wait for others."""
 
     @property
     def total(self) -> float:
@@ -61,9 +71,12 @@ class PipelinePlan:
     """Samples of a part."""
     elements: tuple[int, ...]
     """Parameters of each stage."""
+    shards: tuple[int, ...]
+    """Those that a rank of the stage stores."""
     positions: int
     """Tokens of a sample."""
-    width: int
+    sent: int
+    """Bytes of a part that a rank sends to the next stage."""
     estimates: tuple[PipelineEstimate, ...]
     """Ordinary training first."""
 
@@ -75,7 +88,7 @@ class PipelinePlan:
     @property
     def replicas(self) -> int:
         """Pipelines side by side."""
-        return self.setup.ranks // self.pp
+        return self.setup.ranks // (self.pp * self.setup.tp)
 
     def peaks(self, estimate: PipelineEstimate) -> list[int]:
         """Return the peak memory of each stage in bytes."""
@@ -85,10 +98,11 @@ class PipelinePlan:
     def times(self, estimate: PipelineEstimate, hardware: Hardware) -> PipelineTimes:
         """Return the time of a step."""
         speed, parts = hardware.flops(self.setup.precision), self.setup.micro_batches
-        forward = [stage.forward / speed for stage in estimate.stages]
-        backward = [stage.backward / speed for stage in estimate.stages]
+        waits = [(stage.waits(FORWARD, hardware), stage.waits(BACKWARD, hardware)) for stage in estimate.stages]
+        forward = [stage.forward / speed + wait for stage, (wait, _) in zip(estimate.stages, waits, strict=True)]
+        backward = [stage.backward / speed + wait for stage, (_, wait) in zip(estimate.stages, waits, strict=True)]
         found = walk(forward, backward, self._hops(hardware), parts)
-        reductions = [self._reduction(n, hardware) for n in self.elements]
+        reductions = [self._reduction(n, hardware) for n in self.shards]
         private = estimate.clipping is not None
         if private:
             reduction = max(reductions)
@@ -100,10 +114,11 @@ class PipelinePlan:
             norms = 8 * self.pp * self.micro_batch * parts
             sums = hardware.collective_seconds("all-gather", norms, self.pp, within_node=self._within(self.pp))
             sums += max(stage.sums for stage in estimate.stages) * parts / speed
-        moved = max(update_bytes(n, self.setup.optimizer, private=private) for n in self.elements)
+        moved = max(update_bytes(n, self.setup.optimizer, private=private) for n in self.shards)
         work = parts * (sum(forward) + sum(backward))
         return PipelineTimes(
             span=found.span,
+            within=parts * max(map(sum, waits)),
             sums=sums,
             reduction=reduction,
             update=hardware.memory_seconds(moved),
@@ -119,16 +134,16 @@ class PipelinePlan:
         return self.setup.node % size == 0
 
     def _hops(self, hardware: Hardware) -> list[float]:
-        """Return the seconds in which stages send a part to the next one; replicas stand one after another.
+        """Return the seconds in which stages send a part to the next one.
 
-        Under autocast sums with float32 embeddings are float32, and so is what stages send.
+        Ranks of a stage stand one after another, then stages, then replicas.
         """
-        nbytes, node = 4 * self.micro_batch * self.positions * self.width, self.setup.node
+        tp, node = self.setup.tp, self.setup.node
         found = []
         for s in range(1, self.pp):
-            first = range(0, self.setup.ranks, self.pp)
-            near = all((at + s - 1) // node == (at + s) // node for at in first)
-            found.append(hardware.hop_seconds(nbytes, within_node=near))
+            first = range(0, self.setup.ranks, self.pp * tp)
+            near = all((at + (s - 1) * tp) // node == (at + s * tp) // node for at in first)
+            found.append(hardware.hop_seconds(self.sent, within_node=near))
         return found
 
     def _reduction(self, elements: int, hardware: Hardware) -> float:
@@ -141,30 +156,41 @@ def make_pipeline_plan(
     *,
     pp: int,
     micro_batch: int = 1,
-    clippings: Sequence[Clipping] = PIPELINE_CLIPPINGS,
+    clippings: Sequence[Clipping] | None = None,
     report: Callable[[str], None] = lambda _: None,
 ) -> PipelinePlan:
-    """Count the first, a middle and the last of `pp` stages under 1F1B.
+    """Count the first, a middle and the last of `pp` stages under 1F1B; one stage is the whole model.
 
-    Raises ConfigurationError for pipelines that dpshard does not train, and for models that are not planned.
+    Without `clippings` all styles are counted that can be. For one stage, or tensor parallelism in stages, that is
+    ordinary training alone. Raises ConfigurationError for pipelines that dpshard does not train, and for models that
+    are not planned.
     """
+    alone = setup.tp > 1 or pp == 1
+    if clippings is None:
+        clippings = () if alone else PIPELINE_CLIPPINGS
     shape = _shape(setup, pp, micro_batch, clippings)
     of_stage = replace(shape, layers=shape.layers // pp)
-    ends = [(True, False), *([(False, False)] if pp > 2 else []), (False, True)]
+    ends = [(True, False), *([(False, False)] if pp > 2 else []), (False, True)] if pp > 1 else [(True, True)]
     found: dict[Clipping | None, list[StageCounts]] = {clipping: [] for clipping in (None, *clippings)}
     elements: list[int] = []
-    positions = setup.seq or shape.seq
-    with counting():
+    shards: list[int] = []
+    sent = 0
+    with fake_group(setup.tp) if setup.tp > 1 else counting():
         for first, last in ends:
             copies = 1 if first or last else pp - 2
             simulation = StageSimulation(setup, of_stage, first=first, last=last)
             elements += [simulation.elements] * copies
+            shards += [simulation.shard_elements] * copies
             for clipping, stages in found.items():
                 style = "not private" if clipping is None else clipping.style
                 report(f"{'first' if first else 'last' if last else 'middle'} stage, {style}")
                 stages += [count_stage(simulation, clipping, micro_batch)] * copies
+            if last and not first:
+                sent = simulation.buffers  # what it received, and nothing else
     estimates = tuple(PipelineEstimate(clipping, tuple(stages)) for clipping, stages in found.items())
-    return PipelinePlan(setup, micro_batch, tuple(elements), positions, shape.width, estimates)
+    return PipelinePlan(
+        setup, micro_batch, tuple(elements), tuple(shards), setup.seq or shape.seq, sent=sent, estimates=estimates
+    )
 
 
 def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping]) -> Transformer:
@@ -172,19 +198,27 @@ def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping
     for name, value in (("pp", pp), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
             raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
-    if pp < 2:
-        raise ConfigurationError(f"pp={pp}: a pipeline has at least 2 stages.")
-    if setup.tp * setup.cp > 1:
+    if pp < 2 and clippings:
+        raise ConfigurationError(f"pp={pp}: a pipeline has at least 2 stages. One is planned without clippings alone.")
+    if setup.cp > 1:
+        raise ConfigurationError("pp with cp is not planned: the engine refuses context parallelism within a stage.")
+    if setup.tp > 1 and clippings:
         raise ConfigurationError(
-            "pp with tp or cp is not planned, because the engine refuses tensor and context parallelism within a stage."
+            "pp with tp is planned for ordinary training alone: the engine refuses tensor parallelism within a stage. "
+            "Leave the clipping out, or tp."
         )
+    if setup.node % setup.tp:
+        raise ConfigurationError(f"tp={setup.tp} does not divide a node of {setup.node} ranks. Choose another tp.")
     if setup.shard != "ddp":
         raise ConfigurationError(
             f"pp with shard={setup.shard} is not planned: the plan counts whole stages, with replicas in "
             f"DistributedDataParallel. Choose shard=ddp."
         )
-    if setup.ranks % pp:
-        raise ConfigurationError(f"{setup.ranks} ranks do not divide into pipelines of {pp} stages. Choose others.")
+    if setup.ranks % (pp * setup.tp):
+        of_ranks = f" of {setup.tp} ranks each" if setup.tp > 1 else ""
+        raise ConfigurationError(
+            f"{setup.ranks} ranks do not divide into pipelines of {pp} stages{of_ranks}. Choose others."
+        )
     shape = PRESETS.get(setup.model) if isinstance(setup.model, str) else setup.model
     if shape is None or shape.patch is not None or shape.tied:
         raise ConfigurationError("pp is planned for gpt-26b, gpt-100b and gpt-1t. Plan other models without.")
@@ -194,6 +228,7 @@ def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping
         raise ConfigurationError(
             f"micro_batches={setup.micro_batches}: torch's 1F1B needs at least as many parts as its {pp} stages."
         )
+    require_parts(shape.heads, setup.seq or shape.seq, tp=setup.tp)
     if any(clipping.passes > 1 for clipping in clippings):
         raise ConfigurationError("pp is planned with one backward pass: groups on several stages refuse two.")
     return shape

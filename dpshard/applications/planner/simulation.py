@@ -99,11 +99,18 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
 
     Raises ConfigurationError if a process group exists, or the mesh does not divide the ranks.
     """
+    _require_mesh(setup)
+    with fake_group(setup.ranks):
+        yield
+
+
+@contextmanager
+def fake_group(ranks: int) -> Iterator[None]:
+    """Make a process group that sends nothing. Raises ConfigurationError if a process group exists."""
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
-    _require_mesh(setup)
     store = _EveryRankIsHere()  # named: torch does not keep its Python part alive
-    dist.init_process_group("fake", store=store, rank=0, world_size=setup.ranks)
+    dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
         with counting(), outside_of_modes():
             yield

@@ -5,6 +5,11 @@ A stage computes what a model of its layers computes. So it is counted without t
 group. Received tensors have no values: a hidden state comes in, and its gradient comes back. Groups that span stages
 are told to the clipper as such. So it copies their records, as in a pipeline, and they are summed after the last part.
 
+[Note: Tensor parallelism in a stage]
+The engine refuses it, so only ordinary steps are counted. The process group is that of one stage's ranks. Each of them
+receives and sends its part of the tokens. Under autocast hidden states are bfloat16 then, as in Megatron-LM: they are
+what ranks send each other in every layer. Without the cast, sums with float32 embeddings would be float32.
+
 The second part finds the gradients of the first one, and the first one's activations are gone. So memory at any point
 of a schedule is that of the second part, and what other parts hold.
 """
@@ -13,18 +18,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import loss_parallel
 
 from dpshard import backends
 from dpshard.applications.planner.counts import Counts
+from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.meter import Meter
 from dpshard.applications.planner.models import Subject, Transformer, cross_entropy
+from dpshard.applications.planner.parallel import cut_weights
 from dpshard.applications.planner.simulation import Clipping, CountingEngine, Setup, Simulation
+from dpshard.applications.planner.timeline import Event
 from dpshard.applications.transformer import GPT, Block
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
@@ -59,6 +69,15 @@ class StageCounts:
     peaks: dict[str, int]
     """Most bytes in forward and backward of one part, with none before it; in the sums of one; in the update. Without
     buffers."""
+    collectives: dict[str, tuple[Event, ...]] = field(default_factory=dict)
+    """Those of tensor parallelism in forward and backward, for which products wait."""
+
+    def waits(self, phase: str, hardware: Hardware) -> float:
+        """Return the seconds of a phase's collectives."""
+        return sum(
+            hardware.collective_seconds(e.kind, e.nbytes, e.ranks, within_node=e.within_node)
+            for e in self.collectives.get(phase, ())
+        )
 
 
 def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_batch: int) -> StageCounts:
@@ -84,24 +103,41 @@ def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_ba
         kept=kept,
         buffers=buffers,
         peaks=peaks,
+        collectives={
+            phase: tuple(e for e in counts.events if e.waits and e.phase == phase) for phase in (FORWARD, BACKWARD)
+        },
     )
 
 
 class Stage(GPT):
     """Consecutive blocks of a GPT."""
 
-    def __init__(self, shape: Transformer, length: int, block: Any, *, first: bool, last: bool) -> None:
-        """Make the blocks of `shape`; the `first` stage has the embeddings, the `last` one the head and its norm."""
+    def __init__(
+        self,
+        shape: Transformer,
+        length: int,
+        block: Any,
+        *,
+        first: bool,
+        last: bool,
+        hidden: torch.dtype = torch.float32,
+    ) -> None:
+        """Make the blocks of `shape`; the `first` stage has the embeddings, the `last` one the head and its norm.
+
+        `hidden` is the dtype of what the embeddings give.
+        """
         super().__init__(shape.vocabulary, length, shape.width, shape.layers, block, head=True)
         if not first:
             del self.tokens, self.positions
         if not last:
             del self.norm, self.head
-        self._first, self._last = first, last
+        self._first, self._last, self._hidden = first, last, hidden
 
     def forward(self, x: Tensor) -> Tensor:
         """Return hidden states [B, T, D], or logits of the last stage, of token ids [B, T] or hidden states."""
-        h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device)) if self._first else x
+        h_BTD = x
+        if self._first:
+            h_BTD = (self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))).to(self._hidden)
         for block in self.blocks.children():
             assert isinstance(block, Block)
             h_BTD = block(h_BTD)
@@ -112,30 +148,41 @@ class Stage(GPT):
 
 
 class StageSimulation(Simulation):
-    """One stage, whose blocks are those of `shape`, without its replicas."""
+    """One rank of a stage, whose blocks are those of `shape`, without its replicas."""
 
     def __init__(self, setup: Setup, shape: Transformer, *, first: bool, last: bool) -> None:
-        self._shape, self._first, self._last = shape, first, last
+        self._shape, self._first, self._last, self._tp = shape, first, last, setup.tp
+        self._hidden = torch.bfloat16 if setup.tp > 1 and setup.precision == "bf16" else torch.float32
         self._engine_now: _StageEngine | None = None
-        super().__init__(replace(setup, model=shape, ranks=1, micro_batches=2))
+        super().__init__(replace(setup, model=shape, ranks=1, micro_batches=2, tp=1))
 
     @property
     def buffers(self) -> int:
         """Bytes of what a part of the last counted step received."""
-        return sum(x.numel() * x.element_size() for x in (self._received, self._gradient) if x is not None)
+        return sum(x.nbytes for x in (self._received, self._gradient) if x is not None)
 
     def _build(self) -> Subject:
         setup, shape = self.setup, self._shape
         length, block = setup.seq or shape.seq, shape.block(checkpointing=setup.checkpointing)
-        model = Stage(shape, length, block, first=self._first, last=self._last)
+        model = Stage(shape, length, block, first=self._first, last=self._last, hidden=self._hidden)
 
         def inputs(batch: int) -> tuple[dict[str, Tensor], Tensor]:
             ids_BT = torch.zeros(batch, length, dtype=torch.int64)
-            return {"x": ids_BT if self._first else torch.empty(batch, length, shape.width)}, ids_BT
+            return {"x": ids_BT if self._first else self._hidden_state(batch, length)}, ids_BT
 
-        return Subject(model, list(model.blocks), inputs, cross_entropy)
+        return Subject(model, list(model.blocks), inputs, cross_entropy, loss_parallel if self._tp > 1 else nullcontext)
+
+    def _hidden_state(self, batch: int, length: int) -> Tensor:
+        return torch.empty(batch, length // self._tp, self._shape.width, dtype=self._hidden)
+
+    def _mesh(self) -> Any:
+        return init_device_mesh("cpu", (self._tp,), mesh_dim_names=("tp",)) if self._tp > 1 else None
 
     def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
+        if mesh is not None:
+            assert isinstance(subject.model, Stage)
+            cut_weights(subject.model, mesh)
+            self.meter.waited = list(range(self._tp))
         return subject.model
 
     def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
@@ -151,12 +198,12 @@ class StageSimulation(Simulation):
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
         self._received = inputs["x"]
-        self._gradient = None if self._last else torch.empty(*targets.shape, self._shape.width)
+        self._gradient = None if self._last else self._hidden_state(*targets.shape)
         gc.collect()
         self.meter.restart()
         self.meter.phase = FIRST
         # Around the schedule's step, autocast keeps one copy of the parameters for all parts.
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
+        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()), self.subject.around_step():
             for i, _ in enumerate(logical_batch):
                 self._part(targets, (FORWARD, BACKWARD) if i else (FIRST, FIRST))
         if self._engine_now is not None and self._engine_now.spanning:
