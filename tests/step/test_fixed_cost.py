@@ -156,6 +156,7 @@ def test_backward_and_release_take_few_python_calls_for_a_parameter():
     assert in_release <= 16 * parameters
 
 
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
 def test_a_group_that_waits_for_others_is_looked_at_once(monkeypatch):
     """Sizes of all that wait, again for each group that comes: 80,200 for 400 groups."""
     monkeypatch.setitem(scheme.COMPLETE, "cpu", 2**27)
