@@ -1,4 +1,4 @@
-"""Sentences of the documents, without code, tables, quotations and generated parts; and of docstrings.
+"""Sentences of the documents, without code, tables, quotations and generated parts; of docstrings and of errors.
 
 `python -m tests.prose` counts the words of every page, and lists the sentences that are too long. With a file of the
 library, or a part of its path, it lists those of its docstrings.
@@ -77,6 +77,20 @@ def of_docstrings(file: Path) -> list[tuple[int, str]]:
     """Line of the paragraph and text of every sentence in the docstrings of a file."""
     found = docstrings(file.read_text("utf-8"))
     return [(first + line - 1, sentence) for first, text in found for line, sentence in sentences(text)]
+
+
+def of_errors(file: Path) -> list[tuple[int, str]]:
+    """Line and text of every sentence in the errors and warnings of a file; a value in it counts as one word."""
+    calls = (node for node in ast.walk(ast.parse(file.read_text("utf-8"))) if isinstance(node, ast.Call))
+    told = [call for call in calls if re.search(r"Error$|^warnings\.warn$|\.refuse$", ast.unparse(call.func))]
+    texts = [(call.lineno, _text(argument)) for call in told for argument in call.args]
+    return [(line, sentence) for line, text in texts for _, sentence in sentences(text.replace("\n", " "))]
+
+
+def _text(node: ast.expr) -> str:
+    """Return the text of a string, with "x" for each value in it."""
+    parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+    return "".join(str(part.value) if isinstance(part, ast.Constant) else "x" for part in parts)
 
 
 def words(sentence: str) -> int:

@@ -1,4 +1,4 @@
-"""Pages and docstrings keep to short sentences, pages without the phrases that CONTRIBUTING.md rules out."""
+"""Pages, docstrings and errors keep to short sentences, without the phrases that CONTRIBUTING.md rules out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.prose import FILES, GOAL, LIMIT, PAGES, ROOT, docstrings, of_docstrings, sentences, words
+from tests.prose import FILES, GOAL, LIMIT, PAGES, ROOT, docstrings, of_docstrings, of_errors, sentences, words
 
 ABOVE_GOAL = 90
 """Sentences of docstrings above the goal; lower it when they are fewer."""
@@ -45,6 +45,17 @@ def test_sentences_of_docstrings_are_short_and_plain() -> None:
     assert not [(f"{file.relative_to(ROOT)}:{line}", text) for file, line, count, text in found if count > LIMIT]
     assert sum(count > GOAL for _, _, count, _ in found) <= ABOVE_GOAL
     assert not [(f"{file.relative_to(ROOT)}:{line}", text) for file, line, _, text in found if BANNED.search(text)]
+
+
+def test_sentences_of_errors_are_short_and_plain() -> None:
+    found = [(f"{file.relative_to(ROOT)}:{line}", text) for file in FILES for line, text in of_errors(file)]
+    assert len(found) > 1200
+    assert not [(place, text) for place, text in found if words(text) > LIMIT or BANNED.search(text)]
+
+
+def test_errors_are_found(tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text('raise DataError(f"{name!r} is bad. " f"Mend {place[0]}: a, b.") from error\n')
+    assert [text for _, text in of_errors(tmp_path / "x.py")] == ["x is bad.", "Mend x: a, b."]
 
 
 def test_docstrings_are_found_without_tables_and_headings() -> None:

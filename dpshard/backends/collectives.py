@@ -41,8 +41,8 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
             raise BatchLayoutError(
                 f"On rank {dist.get_rank(group)} the model runs a forward of a new kind (other functions on its "
                 f"parameters, or other inputs), but not on other ranks. If parameters are sharded, all ranks must do "
-                f"so together. Remove control flow that depends on the data or on random numbers of a rank (a skipped "
-                f"layer, an input that only some micro-batches have), or train under DDP."
+                f"so together. Remove control flow that depends on the data or on random numbers of a rank: a skipped "
+                f"layer, an input that only some micro-batches have. Or train under DDP."
             )
         time.sleep(0.01)
 

@@ -139,7 +139,7 @@ class DDPReduction:
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "DistributedDataParallel did not reduce the clipped sums of this logical batch: they differ between "
-                "ranks. Call the wrapped model, not its .module; call backward() within its own micro-batch; and leave "
+                "ranks. Call the wrapped model, not its .module. Call backward() within its own micro-batch. Leave "
                 "no_sync() to engine.batches(...), or, in a loop of your own, out of the last micro-batch. Call "
                 "zero_grad() to start afresh."
             )
@@ -169,8 +169,8 @@ def refuse_other_reductions(model: DistributedDataParallel) -> None:
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(
-            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise: "
-            f"compression changes the accounted sum, and an optimizer that overlaps with backward "
+            f"DistributedDataParallel has a communication hook ({hook}), which sees clipped sums before the noise. "
+            f"Compression changes the accounted sum, and an optimizer that overlaps with backward "
             f"(ZeroRedundancyOptimizer(overlap_with_ddp=True)) steps without noise. Make DistributedDataParallel "
             f"without register_comm_hook and mixed_precision; for mixed precision use torch.autocast."
         )

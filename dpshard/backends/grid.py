@@ -44,8 +44,8 @@ def _first(digests: Tensor) -> Tensor:
     """Return the digests [..., L] that all ranks [..., ranks, L] have; LogicalBatchError if they differ."""
     if _differ(digests.transpose(-1, -2)):
         raise LogicalBatchError(
-            "The clipped sums of parameters that every rank of one model holds whole differ between these ranks, "
-            "so the norms of samples do not fit the sums to release. Give all ranks the same samples, "
+            "The clipped sums of parameters that every rank of one model holds whole differ between these ranks. "
+            "So the norms of samples do not fit the sums to release. Give all ranks the same samples, "
             "the same random numbers (torch.manual_seed before dropout), and whole gradients. In tensor "
             "parallelism by hand, reduce the gradients of what enters column-wise maps. Name parameters that "
             "see a part of the sequence 'sum'. Call zero_grad() to start afresh."
@@ -85,6 +85,6 @@ def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> 
     if not straight:
         raise ConfigurationError(
             "The groups of ranks that share the data, and of those that share the model, do not cross in one rank "
-            "each: ranks of one model would get different samples. Take both from one init_device_mesh."
+            "each. Ranks of one model would get different samples. Take both from one init_device_mesh."
         )
     return sizes, sorted(range(len(places)), key=lambda rank: places[rank][:n])

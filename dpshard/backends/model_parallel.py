@@ -80,8 +80,8 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
         raise ConfigurationError(
             f"{world_size} of {processes()} ranks share the data of this {type(model).__name__}, and the role of the "
             f"others is unknown. If the model is not distributed yet, wrap it in DistributedDataParallel, or call "
-            f"fully_shard on it, and make the engine for the result (compile before you wrap: "
-            f"DistributedDataParallel(torch.compile(model))). If ranks hold parts of one model or of "
+            f"fully_shard on it, and make the engine for the result. (Compile before you wrap: "
+            f"DistributedDataParallel(torch.compile(model)).) If ranks hold parts of one model or of "
             f"one sample ({_KINDS}), declare it by model_parallel_group and model_parallel_parts. {_TODAY}. "
             f"If they train other models, start each training by its own launcher, or pass a group of only this rank: "
             f"model_parallel_group=torch.distributed.new_subgroups(group_size=1)[0]."

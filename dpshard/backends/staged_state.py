@@ -59,10 +59,10 @@ class StagedState(NamedState):
                 first, known = seen.setdefault(place, (rank, digest))
                 if known != digest:
                     raise ConfigurationError(
-                        f"{place[0]} is another tensor on rank {rank} than on rank {first}, and several stages of a "
+                        f"{place[0]} is another tensor on rank {rank} than on rank {first}. Several stages of a "
                         f"pipeline have this name, so a checkpoint would lose one of them. Give the layers of a stage "
-                        f"the names that they have in the whole model (a ModuleDict keeps them, a list counts from 0), "
-                        f"or make the buffer persistent=False."
+                        f"the names that they have in the whole model (a ModuleDict keeps them, a list counts from 0). "
+                        f"Or make the buffer persistent=False."
                     )
 
 

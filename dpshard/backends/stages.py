@@ -74,7 +74,7 @@ class Stages(ModelParts):
                 if name in self._owner:
                     raise ConfigurationError(
                         f"{name} is a parameter of the stages on ranks {self._owner[name]} and {rank} of the group. "
-                        f"Noise is keyed by names: give the layers of a stage the names that they have in the whole "
+                        f"Noise is keyed by names. Give the layers of a stage the names that they have in the whole "
                         f"model (a ModuleDict keeps them, a list counts from 0). A weight that two stages share (tied "
                         f"embedding and head) is not supported: its gradient is a sum over ranks."
                     )

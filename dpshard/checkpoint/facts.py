@@ -88,7 +88,7 @@ class Facts:
         if data is not None:
             if self._sampling != "poisson" and released and self._data not in (None, (secret, data)):
                 raise DataError(
-                    f"These are other rows than before, or the same in another order, but sampling={self._sampling!r} "
+                    f"These are other rows than before, or the same in another order. But sampling={self._sampling!r} "
                     f"depends on when a sample returns, and identifies it by its index. Pass the same rows in the same "
                     f"order to every engine.batches(...) of a run (the engine permutes them), and change samples at "
                     f"random in __getitem__."
@@ -106,7 +106,7 @@ class Facts:
             f"The run that saved this state differs: {'; '.join(changed)}. So the sums of a repeated step may differ, "
             f"at least by rounding. Such a step gets independent noise, and is a second release. The ledger does not "
             f"contain the releases after the state was saved. If there are any, count them by load_state_dict(state, "
-            f"released=n), with n releases in total. If there are none, n={step}.",
+            f"released=n), with n releases in total. Without any, n={step}.",
             stacklevel=5,
         )
 

@@ -72,7 +72,7 @@ def learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     if not min(apart) <= tolerance:
         raise ConfigurationError(
             f"The loss of {type(model).__name__} is not the mean cross-entropy of its tokens (it is {own:g} on one "
-            f"sample, {min(apart):g} apart), so it cannot be taken sample by sample. A term that balances experts "
+            f"sample, {min(apart):g} apart). So it cannot be taken sample by sample. A term that balances experts "
             f"mixes samples: switch it off. {OWN_LOSS}"
         )
     if max(apart) <= 10 * min(apart) + 2 * eps * max(1.0, abs(own)):

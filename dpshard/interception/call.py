@@ -107,7 +107,7 @@ class InterceptedCall:
         if is_placed(x):
             raise self.refuse(
                 "only linear maps, tables and normalisation layers have rules for a parameter in parts on several "
-                "ranks (nn.RMSNorm instead of one by hand; a bare parameter outside of the plan)",
+                "ranks. Take nn.RMSNorm instead of one by hand, and leave a bare parameter out of the plan",
                 advise=False,
             )
         use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)

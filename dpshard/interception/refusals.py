@@ -45,7 +45,7 @@ def refuse_shared_outliers(model: nn.Module) -> None:
         if threshold > 0 and not devices <= {"cpu"}:
             raise UnsupportedParameterError(
                 f"{path} (Linear8bitLt): with llm_int8_threshold={threshold:g}, a large activation of one sample "
-                f"changes how the features of all samples are rounded, so gradients depend on the other samples. Load "
+                f"changes how the features of all samples are rounded. So gradients depend on the other samples. Load "
                 f"the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
             )
 

@@ -159,8 +159,8 @@ def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | 
     if plan is None and len(set(sizes) - {1}) > 1:
         raise BatchLayoutError(
             f"The inputs of {type(module).__name__} have different first dimensions {sizes}, so its samples cannot be "
-            f"counted. Put the samples first in every input, pass tensors without samples as buffers or keywords of "
-            f"the module, or iterate over engine.batches(...), which counts the samples."
+            f"counted. Put the samples first in every input, and pass tensors without samples as buffers or keywords "
+            f"of the module. Or iterate over engine.batches(...), which counts the samples."
         )
     if B == 0:
         raise BatchLayoutError(

@@ -53,5 +53,5 @@ def changed_between_passes() -> LogicalBatchError:
     """Return the error to raise if the gradient with which both of two passes begin was written in one of them."""
     return LogicalBatchError(
         f"The gradient of the model's output was changed in place during backward, and this clipping_mode runs "
-        f"backward twice: the norms and the sums would be those of different gradients. {_NEW_TENSOR}"
+        f"backward twice. The norms and the sums would be those of different gradients. {_NEW_TENSOR}"
     )

@@ -37,7 +37,7 @@ class InStages:
         if clipper.spanning and clipper.execution.backward_passes == 2:
             labels = [clipper.groups[index].label for index in sorted(clipper.spanning)]
             raise ConfigurationError(
-                f"Two backward passes need all norms after the first one, but the clipping groups {labels} have "
+                f"Two backward passes need all norms after the first one. But the clipping groups {labels} have "
                 f"parameters on several stages, which run their backwards one after another. Choose a clipping_mode of "
                 f"one pass ('auto'), or clipping_style='block-wise' with no such group."
             )

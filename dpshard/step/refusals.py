@@ -149,7 +149,7 @@ def refuse_fork(process: int) -> None:
     """Raise EngineInUseError in a fork of the engine's `process`: both would draw the same batches, but count apart."""
     if os.getpid() != process:
         raise EngineInUseError(
-            f"This engine was made in process {process}, and process {os.getpid()} is a fork of it: both would release "
+            f"This engine was made in process {process}, and process {os.getpid()} is a fork of it. Both would release "
             f"the same steps under one secret, and each ledger would miss the other's. Make the engine in the process "
             f"that trains, after the fork; each has its own secret and budget."
         )

@@ -83,8 +83,8 @@ class Bench:
             raise RunFailedError(
                 f"{type(run.module).__name__} fails on only {len(samples)} sample(s) of the micro-batch ({error}), so "
                 f"no per-sample gradient exists. Likely causes: it normalises over samples (BatchNorm), or needs a "
-                f"fixed size. Or it gets values of samples in a tensor without a batch dimension (flat ids with "
-                f"offsets: pass ids [B, T], and flatten them in forward)."
+                f"fixed size. Or it gets values of samples in a tensor without a batch dimension. Instead of flat ids "
+                f"with offsets, pass ids [B, T], and flatten them in forward."
             ) from error
 
     def values(

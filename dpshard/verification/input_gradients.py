@@ -82,7 +82,7 @@ class InputGradients:
                 if (each not in (0, len(own))) or float((own - row).norm()) > tolerance * size:
                     raise VerificationError(
                         f"The gradient that this stage of the pipeline gives to the stage before it depends on other "
-                        f"samples: of sample {k}, its norm is {float(own.norm()):.4g} together with others and "
+                        f"samples. Of sample {k}, its norm is {float(own.norm()):.4g} together with others and "
                         f"{float(row.norm()):.4g} alone. Likely causes: a function mixes samples, in forward or "
                         f"only in backward (a custom autograd.Function, a hook that scales gradients by those of the "
                         f"batch). Or the reduction of the loss is not the loss_reduction given to the engine."

@@ -80,7 +80,7 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
         place = sample_dim(x, y, n)
         if place is None and x.shape != y.shape:
             raise VerificationError(
-                f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them: it does "
+                f"An output has shape {tuple(x.shape)} for {n} samples and {tuple(y.shape)} for one of them. It does "
                 f"not treat samples one by one (squeeze() without a dimension drops that of one sample). Pass the "
                 f"loss: engine.verify(*inputs, loss_fn=..., targets=...)."
             )

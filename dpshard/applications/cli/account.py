@@ -189,7 +189,7 @@ def _grid_elements(noise: str, elements: int | None) -> int | None:
     require_choice("noise", noise, get_args(NoiseName))
     if (noise == "discrete-gaussian") != (elements is not None):
         raise ConfigurationError(
-            "--noise discrete-gaussian and --elements N go together: sums are rounded to a grid, at a cost in epsilon "
+            "--noise discrete-gaussian and --elements N go together. Sums are rounded to a grid, at a cost in epsilon "
             "that depends on the number of trainable elements."
         )
     return elements

@@ -52,13 +52,13 @@ class Encoder:
         for name, column in facts.items():
             if name not in given and column.kind == "category" and _is_foreign(frame[name]):
                 raise DataError(
-                    f"Most cells of column {name!r} look like numbers or days of another format: write 3.5 for 3,5, "
+                    f"Most cells of column {name!r} look like numbers or days of another format. Write 3.5 for 3,5, "
                     f"and 2026-01-31 for a day, or say {name}: category in columns."
                 )
         for name, column in given.items():
             if column.kind in ("number", "date") and _fits_nowhere(frame[name], column.kind):
                 raise DataError(
-                    f"Column {name!r} is of kind {column.kind}, but no cell is one: is another format meant, such as a "
+                    f"Column {name!r} is of kind {column.kind}, but no cell is one. Is another format meant, such as a "
                     f"decimal comma or a day that is not written as 2026-01-31?"
                 )
         found = {name: column for name, column in facts.items() if column.kind != "drop"}

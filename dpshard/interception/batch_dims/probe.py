@@ -278,7 +278,7 @@ class _SecondRun(_Compared):
         if len(grown) > 1 or old[dim] * second != x.shape[dim] * first or old[dim] % first:
             raise BatchLayoutError(
                 f"{describe(key)} sees a tensor of shape {tuple(old)} for {first} samples and {tuple(x.shape)} for "
-                f"{second}: samples of one micro-batch meet before the parameter is used, so no per-sample gradient "
+                f"{second}. Samples of one micro-batch meet before the parameter is used, so no per-sample gradient "
                 f"exists."
             )
         if old[dim] != first:

@@ -51,16 +51,16 @@ def refuse_between(inputs: Iterable[Tensor], earlier: list[Any], *, rows: int) -
         node = x.grad_fn
         if node in made and all(size % rows for size in x.shape[:2]):
             raise BatchLayoutError(
-                f"An input of shape {tuple(x.shape)} is an output of another call of the model, or of a part of it, "
-                f"and has no row per sample. It may depend on all samples, or on parameters. Compute it within the "
+                f"An input of shape {tuple(x.shape)} is an output of another call of the model, or of a part of it. "
+                f"It has no row per sample. It may depend on all samples, or on parameters. Compute it within the "
                 f"forward that uses it, or put both calls into the forward of one module."
             )
         if node is None or node in made or (len(x) == rows and _keeps_rows(x, made, rows)):
             continue
         if _depends(node, made):
             raise BatchLayoutError(
-                f"An input of shape {tuple(x.shape)} was computed in the loop from the output of another call of the "
-                f"model, or of a part of it ({_name(node)}). Verification does not see computations between two calls: "
+                f"An input of shape {tuple(x.shape)} was computed in the loop ({_name(node)}) from the output of "
+                f"another call of the model, or of its part. Verification does not see computations between two calls: "
                 f"they may mix samples, or change their order. Put it into the forward of one module, together with "
                 f"both calls, and call that module."
             )
