@@ -14,6 +14,7 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,12 @@ from dpshard.verification.wide import OnOneRank, can_widen, widened
 ENOUGH = 4
 """Samples of a thorough verification: a micro-batch with more than any before, up to this number, has one again."""
 
+_BEGAN_SHORT = (
+    " Or (6) the first inputs had a dimension of size 1, so they did not show in which order forward flattens the rows "
+    "of several samples. Make a new engine, and call engine.verify(...) before training, with inputs in which no "
+    "dimension has size 1, such as these of shapes {shapes}."
+)
+
 Moment = tuple[int, int | None, int]
 """Step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
 
@@ -67,7 +74,8 @@ class Verifier:
             secret,
         )
         self._mean = mean
-        self._kinds: dict[Any, int] = {}  # verified kinds of inputs, with the most samples of a micro-batch
+        # Verified kinds of inputs, and their dimensions of size 1, with the most samples of a micro-batch.
+        self._kinds: dict[tuple[Any, Any], int] = {}
         self._steps: set[tuple[int, Any]] = set()  # steps of later verifications
         self._watch = Watch()
         self._owed = False
@@ -77,7 +85,7 @@ class Verifier:
         """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
         meets, news = self._meets(replay, run), False
         several = not meets and not isinstance(run, PackedRun)  # ranks that meet may have other numbers of samples
-        sized = (kind, _dimensions_of_one(run)) if several else kind
+        sized = kind, _dimensions_of_one(run) if several else None
         new = self._kinds.get(sized, 0) < (min(run.rows, ENOUGH) if several else 1)
         if isinstance(run, PackedRun) and run.packed.everywhere is None:
             if not (run.packed.places or meets):
@@ -89,10 +97,21 @@ class Verifier:
             news = self._watch.news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
-            self.verify(replay, run, None, thorough=thorough)
+            try:
+                self.verify(replay, run, None, thorough=thorough)
+            except VerificationError as error:
+                if type(error) is not VerificationError or not self._began_short(sized):
+                    raise
+                shapes = [tuple(x.shape) for x in run.leaves if isinstance(x, Tensor)]
+                raise VerificationError(f"{error}{_BEGAN_SHORT.format(shapes=shapes)}") from error
             self._kinds[sized] = max(self._kinds.get(sized, 0), run.rows)
             self._owed = False
         self._last = (replay, run)
+
+    def _began_short(self, sized: Any) -> bool:
+        """Return True if only inputs of this kind with more dimensions of size 1 were verified."""
+        ones = [[*chain(*of_one)] for kind, of_one in self._kinds if kind == sized[0] and of_one is not None]
+        return sized not in self._kinds and any(len(some) > len([*chain(*sized[1])]) for some in ones)
 
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed as never before."""
