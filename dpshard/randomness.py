@@ -1,9 +1,9 @@
 """Keyed randomness: every draw is a function of the run secret and its purpose, never of global seeds.
 
 [Note: Keyed draws]
-A run owns one secret of 32 bytes from the operating system. Each purpose has a key derived from it: the noise of block
-3 of parameter "head.weight" at step 7, or the batch of step 7. So draws for different purposes are independent. A
-repeated step draws the same batch on any number of ranks, and `torch.manual_seed` has no influence.
+A run owns one secret of 32 bytes from the operating system. Each purpose has a key derived from it. Purposes are the
+noise of block 3 of parameter "head.weight" at step 7, or the batch of step 7. So draws for different purposes are
+independent. A repeated step draws the same batch on any number of ranks, and `torch.manual_seed` has no influence.
 
 [Note: Strength]
 Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source expands its key by

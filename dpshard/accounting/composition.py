@@ -7,7 +7,7 @@ central limit approximation ("gdp") is computed here; it is not an upper bound.
 pessimistically. But it composes them by a plain Fourier transform, with errors of either sign of some T 2^-53.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d with standard deviation s, and P the noise shifted by v in Z^d, |v| <= s / sigma. A step that
+Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step that
 draws a sample with probability q releases M = (1 - q) Q + q P if the data contain it, else Q. (Both are shifted by the
 sum of the other samples and mixed over their draw, on which v may depend. Mixing increases no Renyi divergence.) At
 every whole order a:

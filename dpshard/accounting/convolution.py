@@ -17,8 +17,8 @@ the factor of q*_J in delta. What the computed delta lacks at most:
   complex multiplications (by repeated squaring) add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham
   2002, "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error
   of q*. By Cauchy and Schwarz, delta errs by |w| E (2-norm of w over x > epsilon).
-- The window. Transforms are circular: masses outside a window of L points appear inside it. That adds to delta. What
-  lies above the window is missing: at most exp(K(s) - s * its upper end), K the log-moments of p*, for every s > 0.
+- The window. Transforms are circular: masses outside a window of L points appear inside it. That adds to delta. Mass
+  above the window is missing: at most exp(K(s) - s * its upper end), for every s > 0. K are the log-moments of p*.
 - Relative rounding of q, w and of sums of positive terms: a factor, counted in `_Composed.relative`.
 - A step's masses, which dp-accounting rounds. Let H be a step's exact delta as a function of epsilon, and H' that of
   the masses p. We assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: the tests compare

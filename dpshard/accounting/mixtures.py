@@ -12,12 +12,12 @@ of Q and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both direct
 Charles et al. 2024, arXiv:2407.07737, account for example-level sampling in this way.
 
 [Note: An inexact edge]
-Delta at eps is P(x > t) - e^eps Q(x > t), where the loss at t is eps; in the other direction, Q(x < t) - e^eps P(x <
-t). dp-accounting finds t up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by
-at most G / sigma^2 a unit of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The density
-of a normal is at most z + 1 times its tail at z >= 0. So that is at most (G + 12 sigma) / sigma^2 times the mass above.
-(10 sigma beyond all means, the mass is below SINGLE_ABSOLUTE.) And if np.isclose takes eps for the loss of a unit none
-of whose samples is drawn, t is infinite. Then delta lacks at most their difference, times the mass.
+Delta at eps is P(x > t) - e^eps Q(x > t), where the loss at t is eps. In the other direction it is Q(x < t) - e^eps P(x
+< t). dp-accounting finds t up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises
+by at most G / sigma^2 a unit of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The
+density of a normal is at most z + 1 times its tail at z >= 0. So that is at most (G + 12 sigma) / sigma^2 times the
+mass above. (10 sigma beyond all means, the mass is below SINGLE_ABSOLUTE.) And if np.isclose takes eps for the loss of
+a unit none of whose samples is drawn, t is infinite. Then delta lacks at most their difference, times the mass.
 """
 
 from __future__ import annotations

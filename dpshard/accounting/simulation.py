@@ -3,7 +3,7 @@
 [Note: The pair of correlated bins]
 In all epochs each sample is in bin I, uniform on 0, ..., T - 1. It takes part at the steps I, I + T, ... There it
 contributes g_s, |g_s| <= 1 in units of R, which may depend on earlier releases. Given I = i, it moves row t of C S + Z
-by v_t(i), the sum of c_{t-s} g_s over its steps s <= t. See [Note: A run as one Gaussian mechanism] in
+by v_t(i). That is the sum of c_{t-s} g_s over its steps s <= t. See [Note: A run as one Gaussian mechanism] in
 noise/correlation.py. Let u_t(i) be the sum of |c_{t-s}|, so |v_t(i)| <= u_t(i). Compare P, with the sample, and Q,
 where it contributes zero. With the bins of all other samples fixed, and rows x_t ~ N(0, sigma^2) under Q, without what
 the others add,

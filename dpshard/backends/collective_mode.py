@@ -18,7 +18,7 @@ class Watch(TorchDispatchMode):
 
     Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh. Without a
     mesh, a mesh of the group's ranks counts. If these ranks have samples of their own (`rows_only`), they may send each
-    other whole numbers, and rows, which routing follows.
+    other whole numbers and rows. Routing follows the rows.
     """
 
     supports_higher_order_operators = True

@@ -21,7 +21,7 @@ class Grid:
         self._sizes, self._order = places_of(data, parts, everyone)
 
     def whole(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digests [data ranks, L] from those of parts, of whole sums and of inputs, [all ranks, 2 L + 1].
+        """Return the digests [data ranks, L], from those of parts, whole sums and inputs [all ranks, 2 L + 1].
 
         Raises LogicalBatchError if the model ranks' inputs or whole sums differ.
         """

@@ -7,7 +7,7 @@ Data ranks share the samples of a logical batch; model ranks share the model, an
 are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts and digests are those of all ranks.
 
 What makes a guarantee of this:
-- all model ranks add up a norm in one order, so the factor computed from it is bitwise equal on them;
+- all model ranks add up a norm in one order, so its factor is bitwise equal on them;
 - the digest has the sums of all parts, and whole sums once, so the noise is that of one process;
 - whole sums must have one digest on all model ranks, or grid.py refuses the release. A gradient that only one model
   rank has is in no other norm: a forgotten reduction, other samples, other dropout.
@@ -33,7 +33,7 @@ DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user declares them."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Of a parameter that every rank holds whole, each rank has the gradient, a term of it, or that of own samples."""
+"""Every rank holds some parameters whole. It has their gradient, a term of it, or that of its own samples."""
 
 
 class Place(NamedTuple):

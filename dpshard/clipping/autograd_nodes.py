@@ -283,7 +283,7 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
 
 
 def fuses() -> bool:
-    """Return True if a function and its tap may be one node: autocast casts, hooks on saved tensors wait for `hold`."""
+    """Return True if a function and its tap may be one node. Autocast casts, hooks on saved tensors wait for `hold`."""
     return _autograd._top_saved_tensors_default_hooks(False) is None and not torch._C._is_any_autocast_enabled()
 
 

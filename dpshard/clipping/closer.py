@@ -84,7 +84,7 @@ class Closer:
     def _close_complete(self, indices: Collection[int], *, most: int | None) -> None:
         """Close those of some groups that have all their records, before their anchor runs, if they share one.
 
-        They wait for others while the records of all complete groups of the anchor are `most` bytes at most; None: at
+        They wait for others while the records of all complete groups of the anchor are `most` bytes at most. None: at
         once.
         """
         ready: dict[int, list[int]] = {}

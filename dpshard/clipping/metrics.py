@@ -118,7 +118,7 @@ class BatchMetrics:
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        A sample without a finite gradient in the group counts as unclipped, so one sample always changes each entry by
+        A sample without a finite gradient in the group counts as unclipped. So one sample always changes each entry by
         1/2. This holds even if other samples decide whether a group runs (experts, a branch).
         """
         return self.samples / 2 - self._totals(labels)[:, 2].cpu()

@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 class Parts(Protocol):
-    """The ranks that hold the parts of one model; all of them see the same samples, in one order, unless `of_samples`.
+    """The ranks that hold the parts of one model. All of them see the same samples, in one order, unless `of_samples`.
 
     [Note: Norms of parts] Per-sample gradients are of three kinds. A rank has a *part* of one: squares add up over the
     ranks. Every rank has the same *whole*: the first rank counts it. Every rank has a *term* of a sum (over parts of a

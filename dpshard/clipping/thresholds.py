@@ -4,8 +4,8 @@
 To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, with b 1 or
 0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other samples
 may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the sums
-(sensitivity S = sqrt(sum R_m^2)) by their noise deviation s, and the M counts (sensitivity sqrt(M) / 2) by theirs, t.
-Then one sample changes the whole by
+(sensitivity S = sqrt(sum R_m^2)) by their noise deviation s. Divide the M counts (sensitivity sqrt(M) / 2) by theirs,
+t. Then one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
@@ -60,7 +60,8 @@ class QuantileTracking:
     """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
     budget_share: float = 0.01
     """Share of the privacy budget (of 1 / sigma^2) for the counts, in (0, 1). 0.01 adds 0.5% to the noise of the
-    gradient, and gives f a standard deviation of 5 sigma sqrt(groups) / (batch size)."""
+    gradient. It gives f a standard deviation of 5 sigma sqrt(groups) / (batch size).
+    """
 
     def __post_init__(self) -> None:
         for name in ("quantile", "budget_share"):

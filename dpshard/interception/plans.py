@@ -6,8 +6,8 @@ equal facts is run and tapped without the rule. Facts are all that a plan depend
 - the kind of the model's inputs, and the number of samples: they choose the table of plans;
 - the layouts that probes have found: each probe drops all plans;
 - the function, the source of each parameter, the rank of each other tensor, and every other argument.
-Only plain tensors, and parameters rather than tensors derived from them, have plans. Some calls do without: on packed
-rows, on rows that the data picks, on rows of other ranks, within torch.func, and in compiled regions.
+Only plain tensors, and parameters rather than tensors derived from them, have plans. Calls on packed rows, on rows that
+the data picks, or on rows of other ranks do without. So do calls within torch.func, and in compiled regions.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3". Elements [a, b) can be computed without the others. They are the same on
 every device, up to the last bits of a logarithm and a cosine. (torch.randn on a GPU depends on the number of
-multiprocessors, and a part of a tensor is not the tensor's part.) It passes statistical tests but is not a cipher.
+multiprocessors. And a part of a tensor is not the tensor's part.) It passes statistical tests but is not a cipher.
 
 160 bits name a stream: the key, and the upper three words of the counter. (Under 64 bits, two of 10^9 blocks of a long
 run would have the same noise with probability 2.7%.) Element k lies in half k // HALF % 2 of a tile of

@@ -9,7 +9,7 @@ leaves out rounding, which numerics.RESOLUTION covers.
 
 1. *Sums.* A product that underflows is off by less than tiny, and so is each sum that takes it up. Three such errors a
    term are possible, as long sums are sums of sums, and inner products count twice. hidden(n) = 8 n tiny is above them.
-2. *Norms.* A measured norm m of a vector x of n elements has |x|^2 <= m^2 + hidden(n), so |x| <= m + sqrt(hidden(n)),
+2. *Norms.* A measured norm m of a vector x of n elements has |x|^2 <= m^2 + hidden(n). So |x| <= m + sqrt(hidden(n)),
    which `norms` returns. Its square is at least hidden(n), a normal number, so no later square is lost. Products of
    such norms are upper bounds, too: ghost norms of one position, and the scales of rounding.
 3. *Ghost norms.* Let A and B be the Gram matrices of T rows and T columns. The squared norm of sum_t r_t (x) c_t is the
@@ -22,9 +22,9 @@ leaves out rounding, which numerics.RESOLUTION covers.
 4. *Inner products* of gradients of several records hide at most hidden(n), which is added. Both factors are gradients,
    so no large factor follows.
 5. *Overflow.* A square above the largest number makes the norm infinite or NaN, and the sample counts as zero.
-6. *Clipped sums.* A row times its factor may underflow, too. It is off by less than tiny, and the columns that it meets
-   are shorter than 2e19, or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T).
-   A column of one element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels:
+6. *Clipped sums.* A row times its factor may underflow, too. It is off by less than tiny. The columns that it meets are
+   shorter than 2e19, or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T). A
+   column of one element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels:
    flushing makes the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are
    summed themselves.
 

@@ -7,8 +7,8 @@ exp(l_tv - m) over v != y. Then the gradient of position t's loss by its logits 
     u_t rho_t,    rho_tv = exp(l_tv - m) / S for v != y,  rho_ty = -1,    u_t = 1 - softmax_y.
 
 Every entry of rho_t is exact to a few roundings. |rho_t| is between 1 and sqrt(2), even if u_t is 1e-30. A difference
-of softmax and one-hot label would cancel. m and S change with each chunk, so all sums over classes are scaled as they
-grow (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c of the logits, l = c tanh(z / c) of the product z,
+of softmax and one-hot label would cancel. m and S change with each chunk. So all sums over classes are scaled as they
+grow (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c of the logits makes l = c tanh(z / c) of the product z. It
 multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1. So one product with the head gives the losses and the gradient
 of the input. It also gives the Gram matrix <rho_t, rho_s> that per-sample norms need. Gradients of the head repeat it.
 """

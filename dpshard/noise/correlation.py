@@ -174,7 +174,7 @@ def sensitivity(strategy: Series, *, separation: int) -> float:
 
 @lru_cache(maxsize=16)
 def sensitivities(correlation: Correlation, steps: int, separation: int) -> Series:
-    """Bound how far such a sample moves the first n rows of C S in a run of `steps` steps; for n = 1, ..., `steps`."""
+    """Bound how far such a sample moves the first n rows of C S, for n = 1, ..., `steps`."""
     return _bounds(correlation.strategy(steps), separation)
 
 

@@ -57,7 +57,7 @@ class SumDigest:
         self._weights_on: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[SumShard]) -> Tensor:
-        """Digest of these shards, int64 [2], on the device of the first; the whole digest is the sum over all shards.
+        """Digest of these shards, int64 [2], on the device of the first. The whole digest is the sum over all shards.
 
         Raises ConfigurationError for a shard that cannot get noise.
         """

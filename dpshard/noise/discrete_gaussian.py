@@ -12,10 +12,10 @@ do not reveal the sum under it. They sample it by rejection with only integers. 
    three steps together give y its probability. Refuse negative zeros, because 0 would come twice as often.
 About 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
 
-Let 0 <= a < 1. A coin of probability exp(-a) is made of other coins: one of probability a, after a success one of
-probability a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a)
-(Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a. A coin of
-probability a / i also needs one of i equal chances. Nothing is rounded.
+Let 0 <= a < 1. A coin of probability exp(-a) is made of other coins. The first has probability a, after a success the
+next a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a) (Canonne
+et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a. A coin of probability a
+/ i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
 Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -

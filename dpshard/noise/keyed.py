@@ -16,8 +16,8 @@ the dtype of the shard, and in float64 for secure noise. (buffers.py stores vect
 "On significance of the least significant bits for differential privacy". Jin et al. 2022, arXiv:2112.05307, attack Box
 and Muller's method and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent
 normals over sqrt(n). Its distribution is the same. But a test whether a float can be such a sum searches the random
-bits of all n, at a cost exponential in n. (The cosine and the sine of one draw must not both be summands: their sum is
-one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in
+bits of all n. Its cost is exponential in n. (The cosine and the sine of one draw must not both be summands: their sum
+is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in
 float64, and rounded to the dtype of the sum once, at the end. The 24 bits of a float32 show nothing of the 53 of the
 noise. With float64 parameters only the search protects. Nothing is rejected, so the time depends only on the number of
 elements.
@@ -101,7 +101,7 @@ class SumShard(NamedTuple):
     start: int = 0
     """Row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
     run: int = 0
-    """If not 0, `local` holds runs of so many elements: run j begins at start + j * stride (columns of a matrix)."""
+    """If not 0, `local` holds runs of so many elements. Run j begins at start + j * stride (columns of a matrix)."""
     stride: int = 0
 
     def contiguous(self) -> Iterator[SumShard]:

@@ -101,7 +101,7 @@ def release_short_(
 ) -> None:
     """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
-    `keys`: as many for every piece, one piece after another; noise is the scaled sum of their normals, float64 if
+    `keys`: as many for every piece, one piece after another. Noise is the scaled sum of their normals, float64 if
     `wide`.
     """
     if not keys:

@@ -2,9 +2,9 @@
 
 [Note: The noise in a model]
 SGD with momentum turns gradients g into m_t = momentum * m_{t-1} + g_t. Decoupled weight decay shrinks the model by a
-factor 1 - decay at each step. So the model is a sum of gradients with a Toeplitz matrix A, that of the series 1 / ((1 -
-(1 - decay) x) (1 - momentum x)). Without both it gives prefix sums. The noise in it is A W z. Its error is the root
-mean square over the steps of the norms of the rows of A W.
+factor 1 - decay at each step. So the model is a sum of gradients with a Toeplitz matrix A. Its series is 1 / ((1 - (1 -
+decay) x) (1 - momentum x)). Without both it gives prefix sums. The noise in it is A W z. Its error is the root mean
+square over the steps of the norms of the rows of A W.
 
 [Note: Optimised coefficients]
 Coefficients x of one of W and C minimise this error times the sensitivity of C, for all participations of a sample. The

@@ -82,7 +82,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """Run all layers over x [T, B, D], or packed rows [sum(sizes), D]; return outputs and last states [L, B, H]."""
+    """Run all layers over x [T, B, D] or packed rows [sum(sizes), D]; return outputs and last states [L, B, H]."""
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     last: list[State] = []

@@ -1,10 +1,10 @@
 """The keys of past noise, for runs in which the noise of a step depends on all sums before it.
 
 [Note: A chain of sums] Correlated noise of step t has vectors z_t, z_{t-1}, ..., drawn again from the keys of their
-steps. Suppose the key of z_t depended only on step t and its sums. Then two branches of a run (after a rewind) with
-other sums at step s and equal ones at t > s would share z_t. Then the difference of their rows t of C S + Z has no
-noise, but the sums of step s. (Two empty batches suffice.) So the key of a step, its *link*, is derived from its sums
-and the link before. Links are equal for equal sums on the whole path, and otherwise independent.
+steps. Suppose the key of z_t depended only on step t and its sums. Take two branches of a run (after a rewind) with
+other sums at step s and equal ones at t > s. They would share z_t. Then the difference of their rows t of C S + Z has
+no noise, but the sums of step s. (Two empty batches suffice.) So the key of a step, its *link*, is derived from its
+sums and the link before. Links are equal for equal sums on the whole path, and otherwise independent.
 
 A release repeats an earlier one, and costs nothing, only if all sums on the path to it are equal. Its identity is 16
 bytes. 6 name the release before it, and 10 are its own; the first 6 of these name it. So a journal, which holds only

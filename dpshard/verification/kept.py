@@ -2,7 +2,7 @@
 
 [Note: Kept tensors]
 Models often keep a load-balancing loss (`self.l_aux`), and the loop adds it. A tensor with a graph is a statistic of
-the samples if its values depend on them, but its shape not on their number. It must be a loss of single samples, like a
+the samples if they decide its values, but their number not its shape. It must be a loss of single samples, like a
 returned one. A kept tensor with rows of samples is compared like an output.
 """
 

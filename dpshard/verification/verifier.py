@@ -5,7 +5,7 @@ At the first forward on every kind of input. Numbers, flags and strings among th
 units lie side by side. Again with more samples than before, up to 4: a Poisson batch may have one. Then at steps 1, 2,
 4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
 attributes and buffers. The first change of an attribute triggers a verification. So does the first micro-batch of a new
-longest length, and the first with labels below 0 or positions beyond its length.
+longest length. So does the first with labels below 0 or positions beyond its length.
 """
 
 from __future__ import annotations

@@ -3,7 +3,8 @@
 [Note: Tests of noise]
 Noise over its accounted deviation is standard normal, independent over elements, parameters, steps and engines. Each
 test has an exact or bounded p-value. All tests share one probability of a false alarm (Bonferroni).
-- Deviation: sums of squares are chi-squared, of a parameter, of a stretch of it, or of one element over all steps.
+- Deviation: sums of squares are chi-squared. They are of a parameter, of a stretch of it, or of one element over all
+steps.
 - Distribution of all values: inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
 - Independence: a sum of m products of independent normals rarely exceeds s. The probability is at most exp(-t s - m
   log(1 - t^2) / 2), for every t in (0, 1) (Chernoff). Products pair two steps, elements, parameters or engines.

@@ -108,7 +108,7 @@ class _Game:
     def play(
         self, x: Tensor, y: Tensor, weight: float, step: Callable[[], None], on_step: Callable[[], object]
     ) -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-        """Return for each step [P] of noise and canary along its column of C, and [P] of the canary if it is there."""
+        """Return for each step [P] of noise and canary along its column of C, and [P] of a present canary."""
         n, mechanism, device = len(x), self.engine.mechanism, next(self.model.parameters()).device
         is_canary = torch.arange(n) == n - 1
         data = TensorDataset(x, y, weight * is_canary, is_canary)

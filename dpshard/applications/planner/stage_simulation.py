@@ -67,8 +67,9 @@ class StageCounts:
     buffers: int
     """Bytes that a part's received tensors have for the whole step: torch makes their buffers once."""
     peaks: dict[str, int]
-    """Most bytes in forward and backward of one part, with none before it; in the sums of one; in the update. Without
-    buffers."""
+    """Most bytes in forward and backward of one part, with none before it. Then in the sums of one, and in the update.
+    Without buffers.
+    """
     collectives: dict[str, tuple[Event, ...]] = field(default_factory=dict)
     """Those of tensor parallelism in forward and backward, for which products wait."""
 

@@ -3,7 +3,7 @@
 [Note: What an encoder knows]
 Of the table it keeps the names of the columns, their kinds, and private bounds. A kind that nobody gave is that of most
 cells: it counts as public. Public facts (bounds, names of categories) come from the user. Cells that do not fit are
-missing, and nothing says which: no number in a column of numbers, no day in one of dates.
+missing: no number in a column of numbers, no day in one of dates. Nothing says which.
 """
 
 from __future__ import annotations

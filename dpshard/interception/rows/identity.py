@@ -5,7 +5,7 @@ All forwards of a micro-batch share a tape, on which row i is sample i, or paddi
 by length, shuffles them, or takes rows from elsewhere. The engine does not see the loop, but it sees evidence:
 - rows of a unit are adjacent, also on full micro-batches: units come in the order of the batch;
 - padding rows are copies of the last sample. In every input of every forward they still equal it, except for rounding
-  and the dropout of another part of the model;
+  and dropout of another part of the model;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
@@ -148,7 +148,7 @@ class RowIdentity:
 
 
 def _other_rows(filler: Tensor, copies: Tensor, dim: int) -> Tensor:
-    """Return True if copies [m, ...] of a unit have other rows than it, in any order; rows are dimension 1 + `dim`.
+    """Return True if copies [m, ...] of a unit have other rows, in any order. Rows are dimension 1 + `dim`.
 
     Each row is projected on one random direction: equal rows agree, and others do not.
     """

@@ -16,8 +16,8 @@ sums stored gradients, factors @ gradients: one pass over float32 numbers.
 
 No draw and no decision depends on Triton. Sums always round in the same order: tiles write partial sums, without atomic
 additions. Tensor cores do not round their sums. Each of the K / 16 additions in a sum of K products may drop its last
-bit, below K 2^-27 of the sum in all. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024.
-The other sums are as long as a sample.
+bit. In all that is below K 2^-27 of the sum. So Gram matrices, with rows as long as a vocabulary, are summed in chunks
+of 1024. The other sums are as long as a sample.
 
 At their first use on a device, trial.py compares the kernels with torch's own results. A kernel that differs switches
 them off, with a warning. They run on NVIDIA GPUs of compute capability 8.0 or more. For tests without a GPU, Triton's

@@ -67,7 +67,7 @@ def _squares(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write the sum of squares of one tile of the gradient of one sample and group; with `KEEP`, also the tile."""
+    """Write the squares' sum of one tile of the gradient of a sample and group; with `KEEP`, also the tile."""
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
     tiles = tl.cdiv(R, R_TILE) * across
