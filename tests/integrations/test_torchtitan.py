@@ -36,6 +36,7 @@ MORE: dict[str, dict[str, Any]] = {
     "experts": {"experts": "wide", "bound": 5.0, "checkpointing": "selective"},
     "packed experts": {"experts": "wide", "bound": 5.0, "per_row": 3, "style": "block-wise"},
     "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
+    "compiled": {"checkpointing": "selective", "compiled": True},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "context": {"cp": 2, "style": "block-wise", "precision": "float64"},
@@ -45,7 +46,7 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "tensor": {"tp": 2},
     "tensor, tied": {"tp": 2, "tied": True, "bound": 31.0},
     "tensor, checkpointed": {"tp": 2, "checkpointing": "full", "style": "block-wise"},
-    "hsdp": {"copies": 2, "checkpointing": "selective", "compiled": True},
+    "hsdp": {"copies": 2, "checkpointing": "selective"},
     "pipeline of four": {"pp": 4, "style": "block-wise", "checkpointing": "selective", "precision": "float64"},
     "pipelines": {"pp": 2, "style": "layer-wise", "precision": "float64"},
     "pipelines, GPipe": {"pp": 2, "schedule": "GPipe", "part": 2, "checkpointing": "full", "precision": "float64"},
@@ -55,6 +56,16 @@ FAULTY: dict[str, dict[str, Any]] = {
     "tokens of a part": {"pp": 2, "part": 2, "precision": "float64", "fault": "mean of tokens"},
 }
 """Pipelines with a fault, which give another update."""
+
+VERIFIED = {
+    *CASES,
+    "packed experts",
+    "experts in bfloat16",
+    "context and tensor",
+    "tensor, checkpointed",
+    "pipelines, GPipe",
+}
+"""Cases that the engine verifies, too: all kinds of parallelism, checkpoints and compiled blocks among them."""
 
 ROUNDING = {"float32": 1e-5, "bfloat16": 2**-8, "float64": 1e-12}
 

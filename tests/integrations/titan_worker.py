@@ -21,7 +21,7 @@ from dpshard.backends.stages import Stages
 from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
 from tests.distributed.rank import main
-from tests.integrations.test_torchtitan import CASES, FAULTY, MORE, ON_FOUR, REFUSED
+from tests.integrations.test_torchtitan import CASES, FAULTY, MORE, ON_FOUR, REFUSED, VERIFIED
 from tests.integrations.titan_setup import (
     CHECKPOINTING,
     TEXTS,
@@ -34,7 +34,7 @@ from tests.integrations.titan_setup import (
 )
 
 
-def configured(folder: Path, **options: Any) -> Any:
+def configured(folder: Path, verified: bool = False, **options: Any) -> Any:
     config = debug_run()
     config.dump_folder = str(folder)
     if "experts" in options:
@@ -49,7 +49,7 @@ def configured(folder: Path, **options: Any) -> Any:
     precision = config.training.mixed_precision_param = options.get("precision", "float32")
     if precision == "float64":
         config.training.dtype = config.training.mixed_precision_reduce = precision
-    config.privacy.verify = "fault" not in options
+    config.privacy.verify = verified
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
     config.privacy.max_grad_norm = options.get("bound", 3.0)
     config.privacy.clipping_style = options.get("style", "all-layer")
@@ -77,7 +77,7 @@ def plain_name(name: str) -> str:
 def update(folder: Path, case: str) -> dict[str, Any]:
     """The error of the sum that reaches the optimizer, relative to that of single documents, in float64."""
     options = (CASES | MORE | ON_FOUR | FAULTY)[case]
-    trainer = configured(folder, **options).build()
+    trainer = configured(folder, case in VERIFIED, **options).build()
     before = {plain_name(name): whole(p).detach().clone() for name, p in trainer.model_parts[0].named_parameters()}
     if trainer.parallel_dims.pp_enabled:
         before = of_all_stages(before, trainer)
@@ -189,7 +189,6 @@ def noisy_run(folder: Path, rows: int, **options: Any) -> Any:
     no stages."""
     config = configured(folder, **options)
     config.privacy.noise_multiplier, config.training.local_batch_size, config.training.global_batch_size = 1.0, rows, 8
-    config.privacy.verify = False  # the other cases are verified
     config.training.steps, config.checkpoint.interval = 3, 2
     config.checkpoint.enable, config.checkpoint.last_save_model_only = True, False
     config.validator.enable, config.validator.freq, config.validator.steps = not options, 3, 1
