@@ -129,7 +129,7 @@ wheels:
 lint: venv
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
-	$(BIN)/python -m pyright
+	$(BIN)/python -m pyright --threads 2
 	$(BIN)/lint-imports
 
 check: lint test
