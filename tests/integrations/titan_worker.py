@@ -131,6 +131,7 @@ FAULTS: dict[str, Any] = {
 
 
 def of_single_documents(trainer: Any, parameters: dict[str, Tensor], groups: Any, thresholds: list[float]) -> Any:
+    """The sum of clipped gradients, the mean loss and the share of clipped norms; each rank takes some documents."""
     config = copy.deepcopy(trainer.model_config)
     causal(config)
     model = config.build().double()
@@ -140,20 +141,23 @@ def of_single_documents(trainer: Any, parameters: dict[str, Tensor], groups: Any
             p.copy_(parameters[name])
     names, values = zip(*model.named_parameters(), strict=True)
     total = {name: torch.zeros_like(p) for name, p in zip(names, values, strict=True)}
-    losses, clipped = 0.0, 0
+    figures = torch.zeros(2, dtype=torch.float64)  # the sum of losses, and how many norms are clipped
     encode = partial(Bytes(None).encode, add_bos=True, add_eos=True)
-    for text in TEXTS:
+    for text in TEXTS[torch.distributed.get_rank() :: torch.distributed.get_world_size()]:
         ids = torch.tensor(encode(text))[:65]
         logits = model(ids[None, :-1], torch.arange(len(ids) - 1)[None])[0]
         loss = F.cross_entropy(logits, ids[1:])
-        losses += float(loss) / len(TEXTS)
+        figures[0] += float(loss)
         gradients = dict(zip(names, torch.autograd.grad(loss, values), strict=True))
         for group, threshold in zip(groups, thresholds, strict=True):
             norm = sum(float(gradients[plain_name(name)].square().sum()) for name in group) ** 0.5
-            clipped += norm > threshold
+            figures[1] += norm > threshold
             for name in map(plain_name, group):
                 total[name] += gradients[name] * min(1.0, threshold / norm) / len(TEXTS)
-    return total, losses, clipped / len(TEXTS) / len(groups)
+    for tensor in (figures, *total.values()):
+        torch.distributed.all_reduce(tensor)
+    losses, clipped = (figures / len(TEXTS)).tolist()
+    return total, losses, clipped / len(groups)
 
 
 def resumed(folder: Path) -> dict[str, Any]:
