@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import sys
 import textwrap
 import warnings
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from benchmarks.cli import app as benchmarks_app
 from dpshard import errors
 from dpshard.applications.cli import app
 from dpshard.rules import COMPOSITES, RULES
+from tests.distributed.launch import prints
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
@@ -95,6 +97,16 @@ def test_python_of_the_page_runs(
         promised = re.findall(r"^print\(.*\)\n# (.+)$", source, re.MULTILINE)
         if promised:
             assert capsys.readouterr().out.splitlines()[-len(promised) :] == promised, f"{page}, line {line}"
+
+
+def test_the_pipeline_of_the_page_trains(tmp_path: Path) -> None:
+    pages = (ROOT / "docs/model-parallel.md").read_text("utf-8").partition("\n## Pipelines\n")[2]
+    script = tmp_path / "pipeline.py"
+    script.write_text(pages.partition("```py\n")[2].partition("```\n")[0], "utf-8")
+    for printed in prints([sys.executable, script], 2):
+        found = re.search(r"loss ([\d.]+)\nepsilon = 3\.0000", printed)
+        assert found, printed
+        assert float(found.group(1)) < 1.0  # log 4 = 1.39 by chance
 
 
 @pytest.mark.parametrize("page", PAGES)
