@@ -193,7 +193,7 @@ def test_the_budget_of_vaultgemma_buys_its_run(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("dpshard.applications.planner.frontier.SIZES", (1e9,))
     monkeypatch.setattr("dpshard.applications.planner.frontier.BATCHES", (2**18,))
     means = Means(epsilon=2.16, delta=1.1e-10, gpu_hours=1.0, sample_size=samples)
-    hours = means.gpu_hours_of(parameters, batch * steps, Hardware())
+    hours = batch * steps / means.samples(parameters, Hardware()) * means.gpu_hours
     assert replace(means, gpu_hours=hours).samples(parameters, Hardware()) == pytest.approx(batch * steps)
     near = [
         p for p in frontier(replace(means, gpu_hours=hours), Hardware()) if (p.parameters, p.batch_size) == (1e9, 2**18)

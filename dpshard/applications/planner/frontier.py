@@ -35,10 +35,6 @@ class Means:
         """Return the samples that a model sees: 6 operations per parameter and token (Kaplan et al. 2020)."""
         return self.gpu_hours * 3600 * hardware.flops("bf16") / (SLOWER * 6 * parameters * self.seq)
 
-    def gpu_hours_of(self, parameters: float, samples: float, hardware: Hardware) -> float:
-        """Return the GPU-hours of so many samples; the inverse of `samples`."""
-        return samples / self.samples(parameters, hardware) * self.gpu_hours
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
