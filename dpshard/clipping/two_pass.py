@@ -4,13 +4,14 @@
 graph runs twice with the same output gradient. The first pass runs up to the anchors' tokens, and measures the records.
 The second runs to the parameters, and weights the records with the known factors. Each pass drops them at once. The
 factors act on the records, so the loss may be any function, and is never re-weighted. Both passes must compute the same
-gradients, so no hook may write the gradients with which they begin. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer
-2020.
+gradients, so they draw the same random numbers, and no hook may write the gradients with which they begin. Goodfellow
+2015, arXiv:1510.01799; Lee & Kifer 2020.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -46,7 +47,7 @@ class _Cut(torch.autograd.Function):
                 tape.current = Pass.NORMS
                 written = [seed._version for seed in seeds]
                 try:
-                    with tape.kept_outputs.handed_out_again():
+                    with tape.kept_outputs.handed_out_again(), _drawn_again(seeds):
                         torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
                 except RuntimeError as error:
                     if "use_reentrant" in str(error):
@@ -61,6 +62,12 @@ class _Cut(torch.autograd.Function):
                     raise changed_between_passes()
         ctx.inner = None
         return None, None, None
+
+
+def _drawn_again(seeds: list[Tensor]) -> AbstractContextManager[None]:
+    """Return a block for the first pass, so that hooks draw the same random numbers of torch in the second."""
+    gpus = {seed.device.index for seed in seeds if seed.device.type == "cuda"}
+    return torch.random.fork_rng(devices=[*gpus])
 
 
 def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:
