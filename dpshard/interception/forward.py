@@ -115,11 +115,14 @@ class Interception:
             if region is not None and not region.entered:
                 return region.run(original, args, kwargs)
             return original(*args, **kwargs)
-        if torch.compiler.is_compiling() and torch.is_grad_enabled() and module.training:
+        ordinary = active.running or not torch.is_grad_enabled() or not module.training
+        if torch.compiler.is_compiling():
+            if ordinary:  # evaluations, and forwards by which a pipeline infers shapes
+                return original(*args, **kwargs)
             return self._outermost(module, original, compiled, args, kwargs)
         if torch._C._current_graph_task_id() != -1:
             return self._recompute(module, original, compiled, args, kwargs)
-        if active.running or not torch.is_grad_enabled() or not module.training:
+        if ordinary:
             return original(*args, **kwargs)
         return self._outermost(module, original, compiled, args, kwargs)
 

@@ -37,6 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
     "packed experts": {"experts": "wide", "bound": 5.0, "per_row": 3, "style": "block-wise"},
     "experts in bfloat16": {"experts": "as they are", "bound": 5.0},
     "compiled": {"checkpointing": "selective", "compiled": True},
+    "pipeline, compiled": {"pp": 2, "compiled": True, "precision": "float64"},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "context": {"cp": 2, "style": "block-wise", "precision": "float64"},
@@ -49,6 +50,14 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "hsdp": {"copies": 2, "checkpointing": "selective"},
     "pipeline of four": {"pp": 4, "style": "block-wise", "checkpointing": "selective", "precision": "float64"},
     "pipelines": {"pp": 2, "style": "layer-wise", "precision": "float64"},
+    "pipelines, compiled": {
+        "pp": 2,
+        "part": 2,
+        "compiled": True,
+        "checkpointing": "selective",
+        "style": "block-wise",
+        "precision": "float64",
+    },
     "pipelines, GPipe": {"pp": 2, "schedule": "GPipe", "part": 2, "checkpointing": "full", "precision": "float64"},
 }
 FAULTY: dict[str, dict[str, Any]] = {
@@ -184,8 +193,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "tied stages": (_piped("model_spec.model.enable_weight_tying", True), "does not go with enable_weight_tying"),
     "packed stages": (_piped("privacy.documents_per_row", 2), "does not go with documents_per_row > 1"),
     "validated stages": (_piped("validator.enable", True), "does not go with validation"),
-    "compiled stages": (_piped("compile.enable", True), "pipeline_parallel_degree > 1 is verified for Llama 3 without"),
-    "another in stages": (_other_in_stages, "pipeline_parallel_degree > 1 is verified for Llama 3 without"),
+    "another in stages": (_other_in_stages, "pipeline_parallel_degree > 1 is verified for Llama 3"),
     "context of masks": (_masked_in_context, "context_parallel_degree > 1 needs the attention"),
     "compiled context": (_compiled_in_context, "context_parallel_degree > 1 is verified for Llama 3 without"),
     "expert": (_set("parallelism.expert_parallel_degree", 2), "expert_parallel_degree"),

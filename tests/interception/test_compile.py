@@ -427,3 +427,17 @@ def test_equal_blocks_have_one_graph(style):
             assert relative_error(gradients_of(model), expected) <= TOLERANCE
             model.zero_grad()
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+def test_compiled_blocks_are_evaluated_between_steps_and_stay_whole():
+    model = nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), nn.Linear(4, 2))
+    before = model(x := torch.randn(4, 4)).detach()
+    model[0].compile(backend="aot_eager", fullgraph=True)
+    engine = noise_free_engine(model, batch_size=4)
+    with torch.no_grad():
+        assert torch.equal(model(x), before)
+    ramp_loss(model(x)).backward()
+    model.eval()
+    assert torch.equal(model(x), before)
+    engine.detach()
