@@ -58,7 +58,7 @@ class Bundle:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> Bundle:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """Return a bundle without `nonfinite_B` (bool [B]), whose weights are 0 in later clipped sums."""
         return replace(self, record=self.record.without(nonfinite_B))
 
 
