@@ -95,5 +95,5 @@ def test_verification_passes_it_and_not_the_mean_over_tokens():
     ids = torch.randint(0, C, (B, T), generator=torch.Generator().manual_seed(3))
     engine = noise_free_engine(language_model(), batch_size=B)
     engine.verify(ids, loss_fn=lambda output, y: sample_losses(output, y).mean(), targets=LABELS)
-    with pytest.raises(VerificationError, match="token-mean loss"):
+    with pytest.raises(VerificationError, match="token-mean or load-balancing loss"):
         engine.verify(ids, loss_fn=lambda output, y: F.cross_entropy(output.mT, y), targets=LABELS)

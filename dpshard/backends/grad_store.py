@@ -106,7 +106,9 @@ class DotGradStore:
             if gradient is not None:
                 gradient.add_(total)
             else:
-                parameter.grad = total if _may_keep(total, parameter) else torch.empty_like(parameter).copy_(total)
+                # Counted here: compilers add a reference to the arguments of a function.
+                alone = sys.getrefcount(total) <= _ALONE and _fits(total, parameter)
+                parameter.grad = total if alone else torch.empty_like(parameter).copy_(total)
             added.append(name)
         self._guard.note_all(added)
 
@@ -288,16 +290,20 @@ class DotGradStore:
         self.passes.reset()
 
 
-_BORROWED = 3
-"""References to a tensor that only its taker has: its own, that of `_may_keep`, and that of the question."""
+def _references() -> int:
+    local = object()
+    return sys.getrefcount(local)
 
 
-def _may_keep(total: Tensor, parameter: nn.Parameter) -> bool:
-    """Return True if a sum, as it is, can be the gradient of a parameter, and nothing else holds it."""
+_ALONE = _references()
+"""References to a local variable that nothing else holds; versions of Python differ."""
+
+
+def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
+    """Return True if a sum, as it is, can be the gradient of a parameter, and torch holds it once."""
     return (
         total.dtype is parameter.dtype
         and getattr(total, "_use_count")() == 1  # noqa: B009 - not among the stubs
-        and sys.getrefcount(total) <= _BORROWED
         and total.stride() == parameter.stride()
     )
 

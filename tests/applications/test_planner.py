@@ -21,6 +21,7 @@ from dpshard.applications.planner.estimates import GIB, largest_micro_batch, zer
 from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import PRESETS, build
 from dpshard.applications.planner.simulation import simulated
+from dpshard.clipping import scheme
 from dpshard.errors import ConfigurationError, DpshardError
 from tests.grids import quick
 
@@ -154,7 +155,7 @@ def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(
     """Whole clipped sums are freed with their unit; the second of two passes waits for no other parameter."""
     for place in ("noise.digest", "backends.checksums"):  # their batches, up to 32 MiB, hold all of this model
         monkeypatch.setattr(f"dpshard.{place}._TOGETHER", 1)
-    monkeypatch.setattr("dpshard.clipping.scheme.WAITING", 0)  # sums of small groups wait up to 32 MiB
+    monkeypatch.setitem(scheme.WAITING, "cpu", 0)  # sums of small groups wait up to 32 MiB
     extra = []
     for layers in (2, 4):
         setup = Setup(model=replace(TINY, width=64, layers=layers, seq=4), ranks=8, checkpointing=True)
