@@ -106,9 +106,7 @@ def test_a_balancing_loss_is_refused():
     for balanced in (False, True):
         model = mixture("Mixtral", output_router_logits=balanced, router_aux_loss_coef=1.0).double()
         noise_free_engine(model, batch_size=3)
-        refused = (
-            pytest.raises(VerificationError, match="load-balancing loss") if balanced else nullcontext()
-        )
+        refused = pytest.raises(VerificationError, match="load-balancing loss") if balanced else nullcontext()
         with Wide(), refused:
             model(input_ids=ids, labels=ids)
 
