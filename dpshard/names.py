@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Collection
+from collections.abc import Set
 
 from torch import nn
 
@@ -64,19 +64,9 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def has_any(model: nn.Module, ids: Collection[int]) -> bool:
+def has_any(model: nn.Module, ids: Set[int]) -> bool:
     """Return True if a parameter of `model` has one of these ids.
 
     Without names, because every optimizer of the process asks every engine at every step.
     """
-    waiting, seen = [model], set()
-    while waiting:
-        module = waiting.pop()
-        if module in seen:
-            continue
-        seen.add(module)
-        for parameter in module._parameters.values():
-            if id(parameter) in ids:
-                return True
-        waiting += [child for child in module._modules.values() if child is not None]
-    return False
+    return any(not ids.isdisjoint(map(id, module._parameters.values())) for _, module in modules_of(model))

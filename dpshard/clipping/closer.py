@@ -68,7 +68,7 @@ class Closer:
         if scheme.shared:
             holding = [index for index in indices if self.groups[index].entries or self.groups[index].small]
             if stacks.nbytes > scheme.waiting:
-                self._close_complete(scheme.groups_at[anchor], most=None)
+                self._close_complete(scheme.groups_at[anchor], most=0)
             elif holding:
                 self._close_complete(holding, most=scheme.complete)
         return True
@@ -81,11 +81,10 @@ class Closer:
         if self._scheme.shared:
             self._close_complete({self._scheme.group_of[name].index for name in names}, most=self._scheme.complete)
 
-    def _close_complete(self, indices: Collection[int], *, most: int | None) -> None:
+    def _close_complete(self, indices: Collection[int], *, most: int) -> None:
         """Close those of some groups that have all their records, before their anchor runs, if they share one.
 
-        They wait for others while the records of all complete groups of the anchor are `most` bytes at most. None: at
-        once.
+        They wait for others while the records of the anchor's complete groups are `most` bytes at most; 0: at once.
         """
         ready: dict[int, list[int]] = {}
         for index in sorted(indices):
@@ -96,11 +95,12 @@ class Closer:
             if len(self._streams.get(anchor, ())) > 1:
                 continue  # only the anchor waits for all streams
             waiting = self._complete.pop(anchor, {})
-            waiting.update({index: self.groups[index].nbytes for index in some})  # once a group: there may be hundreds
-            if most is None or sum(waiting.values()) > most:
-                self._close_early(anchor, [*waiting])
-            else:
+            # Once a group, because there may be hundreds.
+            waiting.update({index: self.groups[index].nbytes if most else 0 for index in some})
+            if most and sum(waiting.values()) <= most:
                 self._complete[anchor] = waiting
+            else:
+                self._close_early(anchor, [*waiting])
 
     def _close_early(self, anchor: int, indices: Sequence[int]) -> None:
         self.closed.update(indices)  # also if this fails: what is left would get a norm of its own

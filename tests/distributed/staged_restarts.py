@@ -89,7 +89,7 @@ class Training:
 
 
 def distribute(options: set[str]) -> tuple[nn.Module, nn.Module, dict[str, Any], Any]:
-    """The model on this rank, in its wrapper, what the engine is told of it, and the schedule of a stage."""
+    """The wrapped model of this rank, the declaration of its parts, and the schedule of a stage."""
     model, size = Model(BLOCKS, set()).double(), dist.get_world_size() if dist.is_initialized() else 1
     if "shared" in options:  # all stages hold it
         model.shared = nn.Linear(D, D, dtype=torch.float64).requires_grad_(False)

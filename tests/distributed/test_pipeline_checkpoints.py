@@ -1,4 +1,4 @@
-"""A pipeline is killed, and goes on with as many stages or others; so do pipelines side by side.
+"""A killed pipeline resumes on as many stages or others; so do pipelines side by side.
 
 Failure modes: 24 test_a_pipeline_that_is_killed_goes_on_as_if_nothing_had_been and
 test_no_stage_hands_out_a_release_before_it_is_on_the_disk.

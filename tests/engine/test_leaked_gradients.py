@@ -313,7 +313,7 @@ def test_without_its_hooks_no_gradient_passes(lose, after_backward):
 
 @pytest.mark.parametrize("first", [False, True])
 def test_a_gradient_that_met_no_hook_is_refused_at_the_release(first):
-    """What lies in `.grad` was recorded by whoever put it there, not by what autograd says."""
+    """The store records a gradient when it puts it in `.grad`, whatever autograd says."""
     model = mlp()
     engine_on(model)
     bias = model[2].bias

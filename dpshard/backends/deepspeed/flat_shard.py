@@ -1,7 +1,7 @@
 """Runs of a flattened tensor as boxes for torch.distributed.checkpoint.
 
-DeepSpeed cuts parameters anywhere, even within a row. A run is a few boxes, each contiguous in memory: the end of a
-row, whole rows, a beginning. So checkpoints do not depend on ranks, ZeRO stage or back-end.
+DeepSpeed cuts parameters anywhere, even within a row. A run is a few contiguous boxes: the end of a row, whole
+rows, the beginning of a row. So checkpoints do not depend on ranks, ZeRO stage or back-end.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 Hooks of DeepSpeed gather a module's parameters before its forward and backward, and free them after each. So
 - the hooks call torch functions on parameters, which the function mode must not attribute to the model;
 - the hooks pass inputs and outputs of modules through autograd functions that detect backward. But sources are found by
-  identity. So a parameter must stay the same object. So must a tensor derived only from parameters (the embedding of
-  positions). So it is not marked; backward does not reach it anyway;
+  identity. So the hooks mark no parameter, and no tensor derived only from parameters (the embedding of positions);
+  backward does not reach these anyway;
 - autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
   reference, and backward gathers the parameter again;
 - start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
