@@ -1,7 +1,6 @@
 """Compiled regions: calls of compiled modules, which take slots as inputs.
 
-A rehearsal, in eager mode and without gradients, shows which slots a region uses, before the region is entered. See
-[Note: Anchor, slot, tap] in autograd_nodes.py.
+A rehearsal in eager mode, without gradients, first shows which slots a region uses.
 """
 
 from __future__ import annotations
@@ -33,33 +32,28 @@ from dpshard.rules.torch_functions import Passthrough
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """Sources that the trace of a region may meet."""
-
     tensors: list[Tensor]
     named: list[Source]
     numbered: list[Source]
     among: int
-    """Number of all sources of the forward."""
+    """Of the forward."""
 
 
 @dataclass(slots=True)
 class _Rehearsed:
     numbering: Numbering
     layout: Layout
-    """Calls within, with sources by number."""
+    """With sources by number."""
     outside: Asked
-    """Uses with sources by name, for the tape."""
+    """Uses with sources by name."""
     places: list[list[int]]
-    """Places of the uses in rows; see [Note: Rows of uses]."""
+    """See [Note: Rows of uses]."""
     rows: list[Row]
     facts: str
-    """See `region_facts`."""
     refusal: Refusal
     known: _Known | None = None
-    """The sources of the last call, if they are parameters of the module."""
 
     def known_again(self, sources: dict[Tensor, Source], leaves: list[Any]) -> _Known | None:
-        """Return the sources of the last call if this one has the same."""
         known = self.known
         if known is None or known.among != len(sources):
             return None
@@ -69,7 +63,7 @@ class _Rehearsed:
 
 
 class CompiledRegions:
-    """The compiled modules of a model, with their slots by the kind of inputs."""
+    """The compiled modules of a model, with their slots."""
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
@@ -78,7 +72,7 @@ class CompiledRegions:
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with its slots."""
         if self._parameters.unshards(module):
-            with Passthrough.set(True):  # the framework's hooks run first; then the compiled code makes its slots
+            with Passthrough.set(True):  # the framework's hooks run before slots are made
                 return original(*args, **kwargs)
         with self.slots_for(module, original, args, kwargs):
             return original(*args, **kwargs)
@@ -98,7 +92,6 @@ class CompiledRegions:
         key = (module, tree, shapes, mode.grid, any(torch.is_autocast_enabled(device) for device in devices))
         region = self._rehearsed.get(key)
         if region is None or (known := region.known_again(mode.sources, leaves)) is None:
-            # Parameters of the module, and sources among its arguments, have the same numbers in every call.
             tensors = [*(p for _, p in parameters_of(module)), *leaves]
             first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
             if region is None:
@@ -127,7 +120,6 @@ class CompiledRegions:
     def _rehearse(
         self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
     ) -> _Rehearsed:
-        """Find the uses and calls of a region in eager mode, without gradients."""
         numbering, recorder = Numbering(), SlotRecorder(mode.slots.batch_size, [])
         layout = NumberedLayout(numbering, mode.layout)
         for x in first:
@@ -144,7 +136,6 @@ class CompiledRegions:
         return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
-        """Return the sources that the trace of a region may meet."""
         numbering = region.numbering
         known = {x: numbering.number(mode.sources[x]) for x in first}
         lasting = len(numbering.names) == len(known)
@@ -165,7 +156,7 @@ class CompiledRegions:
                 return noted
             with torch.no_grad():
                 value = use.sources[0].replay(values)
-            value = value.detach().to(noted[0].dtype)  # replays omit casts
+            value = value.detach().to(noted[0].dtype)
             return (value.unsqueeze(0).expand(batch_size, *value.shape),)
 
         return [(use, templates(use, noted)) for use, noted in asked]
@@ -181,7 +172,6 @@ def _renaming(refusal: Refusal, numbering: Numbering) -> Refusal:
 
 @contextmanager
 def _taken_once_under_checkpoints() -> Iterator[None]:
-    """Let dynamo trace checkpoints that take slots; recomputation in backward takes none."""
     config = torch._dynamo.config  # patch() is ten times as slow
     before = config.skip_fwd_side_effects_in_bwd_under_checkpoint
     config.skip_fwd_side_effects_in_bwd_under_checkpoint = True

@@ -1,10 +1,9 @@
 """The forward of a model with patched modules.
 
 [Note: Where interception happens]
-Every module with parameters gets its own forward. The outermost call opens a tape and enters a TorchFunctionMode; inner
-modules run unchanged within it. Activation checkpointing runs a module again inside backward. That call enters the mode
-with slots that lead nowhere, because only the recomputed tensors matter. A compiled module is patched outside its
-compiled call, where its slots are made; see compiled.py.
+The outermost call of a patched module opens a tape and enters a TorchFunctionMode. Activation checkpointing runs a
+module again inside backward, in the mode with slots that lead nowhere. A compiled module is patched outside its
+compiled call, where its slots are made.
 """
 
 from __future__ import annotations
@@ -48,10 +47,10 @@ _NOT_COMPILED = (
 
 
 class Interception:
-    """The forwards of one model, which are recorded on tapes.
+    """The recorded forwards of one model.
 
-    `before_forward` gets the kind of the inputs before every recorded forward, so it can verify the model.
-    `verified`: True if it does, so that probes may leave orders open. `alone`: True if there is one rank.
+    `before_forward` gets the kind of the inputs before each, and may verify the model. If it does (`verified`), probes
+    may leave orders open.
     """
 
     def __init__(
@@ -90,11 +89,11 @@ class Interception:
         self.patcher.install()
 
     def forget(self) -> None:
-        """Drop the context of checkpointing, because no backward follows."""
+        """Drop the context of checkpointing."""
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the probed call of the model with these arguments, to repeat outside training."""
+        """Return the probed call of the model, to repeat outside training."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
         return run if isinstance(run, PackedRun) else self.layouts.probed(run)
@@ -106,7 +105,6 @@ class Interception:
         return plan_run(module, original, args, kwargs, plan, self._rows_per_unit)
 
     def _enter(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        """Run a patched forward: outermost, inner, repeated, or ordinary."""
         active = self._active
         if active.running and active.mode is not None:
             if compiled and not torch.compiler.is_compiling():
@@ -206,7 +204,7 @@ class Interception:
                 with self._active.recorded(mode):
                     return call()
             except UnknownCall:
-                # An unprobed course (a skipped layer, a new branch): probe it, and restart.
+                # An unprobed course: probe it, and restart.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
                 self._parameters.unshard(run.module)

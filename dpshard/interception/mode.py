@@ -1,4 +1,4 @@
-"""The function mode: sees every torch function of a forward, and redirects uses of parameters to rules."""
+"""The function mode, which redirects uses of parameters to rules."""
 
 from __future__ import annotations
 
@@ -71,17 +71,15 @@ class InterceptionMode(TorchFunctionMode):
         super().__init__()
         self._refusal = refusal
         self.grid = grid
-        """Rows and tokens of a forward on packed rows, which needs no layout; None for any other."""
+        """Of packed rows, which need no layout."""
         self.rows_per_unit = rows_per_unit
         self.exchange = exchange
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # the forward adds derived tensors
         self.plans: Plans | None = None
-        """Plans of calls, in an eager forward; see [Note: Plans of calls]."""
+        """See [Note: Plans of calls]."""
         self._routing: Routing | None = None
-
-    # --- changes from outside ------------------------------------------------------------------------------------
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return a mode with the same sources and layout that records in `slots`."""
@@ -99,17 +97,14 @@ class InterceptionMode(TorchFunctionMode):
             self.sources.pop(parameter, None)
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples that need a probe; see Routing."""
+        """Return up to n samples that need a probe."""
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
         """Return the error for parameters in a function."""
         return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
 
-    # --- every torch function ------------------------------------------------------------------------------------
-
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call, by its rule if it uses a trainable parameter."""
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
@@ -160,8 +155,6 @@ class InterceptionMode(TorchFunctionMode):
             result = self.__torch_function__(call.func, types, call.args, call.kwargs)
         return call.lower(result)
 
-    # --- functions that use parameters ---------------------------------------------------------------------------
-
     def _redirect(self, func: Function, args: Any, kwargs: Any, *, compiling: bool) -> Any:
         tensors = tensors_of((args, kwargs))
         key = call_key(func, tensors, self.sources)
@@ -201,7 +194,6 @@ class InterceptionMode(TorchFunctionMode):
     def _by_token(
         self, grid: TokenGrid, func: Function, args: Any, kwargs: Any, tensors: list[Tensor], *, compiling: bool
     ) -> Any:
-        """Run a call on packed rows, with every token as a row; see [Note: Tokens as rows]."""
         routing = None if compiling else self._routing
         routes = routing is not None and not routing.idle
         routed = [routes and x not in self.sources and self.routing.samples(x) is not None for x in tensors]
@@ -267,18 +259,15 @@ class InterceptionMode(TorchFunctionMode):
                 self.sources[output] = derive(func, args, kwargs, self.sources, index, output)
         return result
 
-    # --- rows that the data picks: see [Note: Routed rows] -------------------------------------------------------
-
     @property
     def routing(self) -> Routing:
-        """The routes of this forward, made when the first row is picked."""
+        """The routes of this forward."""
         if self._routing is None:
             self._routing = Routing(self.slots.batch_size, self._holds_samples, self.exchange)
         return self._routing
 
     @property
     def _routes(self) -> bool:
-        """True if the data has picked rows in this forward."""
         return self._routing is not None and not self._routing.idle
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
@@ -287,7 +276,7 @@ class InterceptionMode(TorchFunctionMode):
         known = self.layout.get(rows_key(x, dim))
         whole = self.slots.batch_size * self.rows_per_unit
         if known is None and read and x.requires_grad and x.shape[dim] == whole:
-            raise UnknownCall  # an unprobed course picks rows
+            raise UnknownCall
         return known is not None and known.inputs[0] is not None
 
     def _run_routed(self, call: InterceptedCall) -> Any:
@@ -297,7 +286,7 @@ class InterceptionMode(TorchFunctionMode):
             result = rule(call, *args, **kwargs)
         else:
             args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
-            result = func(*args, **kwargs)  # an expert without rows
+            result = func(*args, **kwargs)
             if self.exchange is not None:
                 result = call.tap_without_rows(result)
         self.routing.follow(func, args, kwargs, result)
@@ -306,7 +295,6 @@ class InterceptionMode(TorchFunctionMode):
         return result
 
     def _unprobed(self, func: Function, tensors: list[Tensor]) -> CallLayout | None:
-        """Return the layout of an unprobed call of an expert, or of a view of parameters."""
         data = [x for x in tensors if x not in self.sources]
         if not data and (func in ISOMETRIC or function_name(func) in ISOMETRIC_PROPERTIES):
             return CallLayout([None] * len(tensors), None)

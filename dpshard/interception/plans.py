@@ -1,13 +1,11 @@
-"""Uses of parameters that every forward repeats, found again by their facts.
+"""Uses of parameters that every forward repeats.
 
 [Note: Plans of calls]
-Most forwards make the same calls as the one before. So the plan that a rule makes of a use stays. The next call with
-equal facts is run and tapped without the rule. Facts are all that a plan depends on:
-- the kind of the model's inputs, and the number of samples: they choose the table of plans;
-- the layouts that probes have found: each probe drops all plans;
-- the function, the source of each parameter, the rank of each other tensor, and every other argument.
-Only plain tensors, and parameters rather than tensors derived from them, have plans. Calls on packed rows, on rows that
-the data picks, or on rows of other ranks do without. So do calls within torch.func, and in compiled regions.
+A call with equal facts repeats the plan of an earlier one, without its rule. The kind of the inputs and the number of
+samples choose the table of plans. A probe drops all plans. Facts are the function, the source of each parameter, the
+rank of each other tensor, and every other argument.
+
+Derived parameters, tensor subclasses, torch.func, compiled regions, and packed, picked or exchanged rows have no plans.
 """
 
 from __future__ import annotations
@@ -29,19 +27,17 @@ from dpshard.rules.torch_functions import Function
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _CONSTANTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 _RANKS = tuple(object() for _ in range(65))
-"""Stand for ranks of tensors among facts, where numbers are arguments."""
+"""Ranks among facts; numbers would equal arguments."""
 _MOST = 4096
-"""Most facts of a function: a constant may change in every forward."""
+"""A constant may change in every forward."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedUse:
-    """A plan with its use."""
-
     planned: Planned
     use: Use
     operands: tuple[int | str | None, ...]
-    """Place or name of the arguments that are input, weight and bias; None for no such argument."""
+    """Place or name of input, weight and bias."""
     cuts: tuple[bool, bool]
     """True if weight and bias are parameters."""
 
@@ -63,7 +59,6 @@ class Plans:
 
     def __init__(self) -> None:
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
-        """By function and facts."""
 
     def find(self, func: Function, args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> PlannedUse | None:
         """Return the plan of a call, or None."""
@@ -71,7 +66,7 @@ class Plans:
             return None
         try:
             return self.uses[func].get(_facts(args, kwargs, sources))
-        except TypeError:  # an argument without a hash, such as a list
+        except TypeError:  # such as a list
             return None
 
     def keep(
@@ -83,7 +78,7 @@ class Plans:
         planned: Planned,
         operands: tuple[Tensor | None, ...],
     ) -> None:
-        """Keep the plan of a call, if equal facts make an equal call; `operands`: its input, weight and bias."""
+        """Keep the plan of a call on these operands, if equal facts make an equal call."""
         named = [*enumerate(args), *kwargs.items()]
         if not all(_is_fact(x, sources) for _, x in named):
             return

@@ -29,7 +29,6 @@ class Replay:
     ) -> None:
         self.parameters, self.layouts = parameters, layouts
         self.isolate = isolate
-        """Makes a block of ordinary forwards of a module."""
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
