@@ -34,6 +34,8 @@ _MOST = 4096
 
 @dataclass(frozen=True, slots=True)
 class PlannedUse:
+    """A plan with its use."""
+
     planned: Planned
     use: Use
     operands: tuple[int | str | None, ...]
