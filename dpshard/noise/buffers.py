@@ -1,15 +1,12 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
-[Note: Vectors kept] The noise y = C^-1 z of a run has C y = z. With c_0 = 1 and b bands, y_t = z_t - c_1 y_{t-1} - ...
-- c_{b-1} y_{t-b+1}. So a step draws one vector, if a `_Ring` keeps the last b - 1 vectors y of the rank's shards. A
-ring holds the key of its last vector's step. A key identifies the whole path to its step ([Note: A chain of sums] in
-step/chain.py). After a resume, a rewind, or with other shards, that is not the step before. Then the ring runs through
-all earlier steps again, from their keys. It draws as many vectors as one step without buffers. So buffers are never
-saved, fit any mesh, and hold the bits of a run without a break. Each element passes through the same operations; their
-rounding does not depend on its neighbours.
+[Note: Vectors kept] The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the
+last b - 1 vectors y of the rank's shards, and the key of the newest. A key identifies the path to its step ([Note: A
+chain of sums] in step/chain.py). If it is not that of the step before, the ring runs through all steps again. So
+buffers are never saved, and fit any mesh.
 
-Vectors have the dtype of the shard, and float64 for secure noise. The recursion rounds otherwise than the weighted sum
-of vectors drawn again. Where one key had both, the difference would show the rounding of the noise, so keys differ.
+Vectors have the dtype of the shard, and float64 for secure noise. They round otherwise than vectors drawn again. The
+difference would show the rounding of the noise, so both must never have one key.
 """
 
 from __future__ import annotations
@@ -25,7 +22,7 @@ from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 
 
 class NoiseBuffers:
-    """The rings of a rank; see [Note: Vectors kept]. `coefficients`: c_0 = 1, ..., c_{b-1}, at least one."""
+    """The rings of a rank for `coefficients` c_0 = 1, ..., c_{b-1}; see [Note: Vectors kept]."""
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._coefficients = tuple(coefficients)
@@ -33,18 +30,15 @@ class NoiseBuffers:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held."""
+        """Return the bytes held."""
         return sum(ring.vectors.nbytes for ring in self._rings.values())
 
     def keep(self, links: Sequence[bytes]) -> None:
-        """Forget the rings that are neither of the last step of `links` nor of the one before."""
+        """Forget the rings of all steps except for the last two of `links`."""
         self._rings = {key: ring for key, ring in self._rings.items() if ring.link in links[-2:]}
 
     def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
-        """Return y of the last step of `links` for these shards of one dtype and device, each [n].
-
-        `links`: the keys of all steps from the first one on.
-        """
+        """Return y of the last of `links`, the keys of all steps, each [n], for shards of one dtype and device."""
         key = tuple(
             (shard.name, shard.start, shard.run, shard.stride, shard.local.shape, shard.local.dtype, shard.local.device)
             for shard in shards
@@ -64,7 +58,6 @@ class _Ring:
         self._sizes = [shard.local.numel() for shard in shards]
         self._coefficients, self._secure = coefficients, secure
         self.link: bytes | None = None
-        """Key of the step of the newest vector, or None."""
         self.vectors = torch.zeros(
             max(1, len(coefficients) - 1),
             sum(self._sizes),
@@ -73,7 +66,7 @@ class _Ring:
         )
 
     def advance(self, shards: Sequence[SumShard], links: Sequence[bytes]) -> None:
-        """Go to the last step of `links`, from the one before, or else from the first one."""
+        """Advance to the last step of `links`, from the one before or from the first one."""
         if self.link == links[-1]:
             return
         first = len(links) - 1 if len(links) > 1 and self.link == links[-2] else 0
@@ -84,11 +77,10 @@ class _Ring:
         self.link = links[-1]
 
     def last(self, step: int) -> list[Tensor]:
-        """Return the vector of `step`, the newest, for each shard."""
         return list(self.vectors[step % len(self.vectors)].split(self._sizes))
 
     def _advance(self, lo: int, pieces: Sequence[SumShard], step: int, link: bytes) -> None:
-        """Replace the oldest vector by that of `step`, in the columns of `pieces`, which begin at `lo`."""
+        """Replace the oldest vector by that of `step`, in the columns from `lo` on."""
         sizes = [piece.local.numel() for piece in pieces]
         y = self.vectors.new_zeros(sum(sizes))
         drawn = [
@@ -98,14 +90,14 @@ class _Ring:
         KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
         columns = self.vectors[:, lo : lo + len(y)]
         for j, c in enumerate(self._coefficients[1 : step + 1], start=1):
-            # Two operations: a fused one would round otherwise where a vector unit has no full load.
+            # Two operations: a fused one would round otherwise at the ends of vector loads.
             y.sub_(columns[(step - j) % len(columns)] * c)
         columns[step % len(columns)].copy_(y)
 
 
 @dataclass(frozen=True)
 class BufferedGaussian(KeyedGaussian):
-    """Noise y of the last step of `links`, the keys of all steps; see [Note: Vectors kept]."""
+    """Noise y of the last of `links`, the keys of all steps; see [Note: Vectors kept]."""
 
     links: tuple[bytes, ...] = field(default=(), repr=False)
     buffers: NoiseBuffers = field(default_factory=lambda: NoiseBuffers((1.0,)), repr=False)
@@ -127,7 +119,6 @@ class BufferedGaussian(KeyedGaussian):
         return total.sqrt()
 
     def _add_(self, x: Tensor, noise: Tensor, std: float, divisor: float) -> None:
-        """Turn `x` into (x + std * noise) / divisor, a block at a time."""
         dense = x.contiguous().view(-1)
         for part, y in zip(dense.split(BLOCK), noise.split(BLOCK), strict=True):
             if self._draws_on_cpu(x.device):
@@ -139,7 +130,7 @@ class BufferedGaussian(KeyedGaussian):
 
 
 def _pieces(shards: Sequence[SumShard]) -> Iterator[tuple[int, list[SumShard]]]:
-    """Yield shards cut between blocks, in groups of about BLOCK elements, each with the place of its first element."""
+    """Yield groups of about BLOCK elements of shards cut between blocks, each with the place of its first element."""
     group: list[SumShard] = []
     lo = at = 0
     for shard in shards:

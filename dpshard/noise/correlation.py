@@ -1,29 +1,18 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 [Note: A run as one Gaussian mechanism]
-Step t of T releases y_t = s_t + sum over j of w_j z_{t-j}. s_t is the clipped sum, z_t the noise, independent over
-steps. In matrices, Y = S + W Z = W (C S + Z). W is lower triangular and Toeplitz, with w_0 = 1; C is its inverse, with
-entries c_{s-t}. So Y is a function of C S + Z, a Gaussian mechanism. C is lower triangular. So the guarantee also holds
-for sums that depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
+Step t releases y_t = s_t + sum over j of w_j z_{t-j}, for the clipped sum s_t and independent noise z_t. In matrices, Y
+= S + W Z = W (C S + Z). W and its inverse C are lower triangular and Toeplitz, with w_0 = 1. So C S + Z is a Gaussian
+mechanism, also if sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 [Note: The sensitivity of a strategy]
-A sample takes part at the steps t_1 < ... < t_k, with t_{i+1} - t_i >= b, and contributes g_i there, |g_i| <= R. It
-moves C S by D, the sum over i of C[:, t_i] g_i. With <C_s, C_t> for the inner products of columns,
+A sample takes part at steps at least b apart, with contributions of norm at most R. Let e_n be the largest |c_m| with m
+>= n, and E the Toeplitz matrix of e. The sample moves C S by at most
 
-    |D|^2 = sum over i, j of <C_{t_i}, C_{t_j}> <g_i, g_j>  <=  R^2 sum over i, j of |<C_{t_i}, C_{t_j}>|.
+    R |E_0 + E_b + E_{2b} + ...|, with all columns of T steps.
 
-Let e_n be the largest |c_m| with m >= n, which never rises, and E the Toeplitz matrix of e. For s <= t,
-|<C_s, C_t>| <= <E_s, E_t> = sum over m < T - t of e_m e_{m+t-s}. This falls as t rises (fewer terms) and as t - s rises
-(e falls). Now t_i >= (i - 1) b, and t_j - t_i >= (j - i) b for i <= j. So all <E_{t_i}, E_{t_j}> are largest at the
-steps 0, b, ..., (k - 1) b. No term is negative, so further participations only add. Hence
-
-    |D| <= R |E_0 + E_b + ... + E_{(k-1) b}|, with all k that fit into T steps.
-
-The same holds for only the first n rows: of e for T steps, take these rows of the sum.
-
-If c is positive and never rises, as with the default weights, E is C. Equal g_i reach the bound, so it is the
-sensitivity. (Kalinin and Lampert 2024, arXiv:2405.13763, have the same worst case.) If c_n = 0 for n >= b, columns at a
-distance of b are orthogonal. Then |D|^2 <= R^2 sum over i of |C_{t_i}|^2. As |C_t| falls with t, C may replace E.
+docs/accounting.md has the proof. The same holds for only the first n rows: of e for T steps, take these rows of the
+sum. If c_n = 0 for n >= b, columns at a distance of b are orthogonal, and |C_t| falls with t. Then C may replace E.
 """
 
 from __future__ import annotations
@@ -41,7 +30,7 @@ from dpshard.noise.workloads import Series, Workload, inverse, moved, never_risi
 
 PREFIX_SUMS = Workload()
 LARGEST_WEIGHT = 2.0**20
-"""Of noise, at most. The rounding of larger weights, 2^-53 of them, moves their inverse C by more than about 1e-9."""
+"""Largest weight of noise. The rounding of larger ones moves C by more than about 1e-9."""
 
 
 class Correlation(Protocol):
@@ -49,7 +38,7 @@ class Correlation(Protocol):
 
     @property
     def bands(self) -> int:
-        """Number of non-zero coefficients of one of the two."""
+        """Number of non-zero coefficients of `noising` or of `strategy`."""
         ...
 
     def noising(self, steps: int) -> Series:
@@ -57,7 +46,7 @@ class Correlation(Protocol):
         ...
 
     def strategy(self, steps: int) -> Series:
-        """First column c [T] of the inverse C; accounting charges for its sensitivity."""
+        """First column c [T] of C, whose sensitivity accounting charges."""
         ...
 
 
@@ -65,9 +54,8 @@ class Correlation(Protocol):
 class BandedInverse:
     """Noise z_t + w_1 z_{t-1} + ... + w_{p-1} z_{t-p+1}; the p vectors are drawn again, not stored.
 
-    Default weights: the first p coefficients of the square root of 1 - x (BISR; Kalinin et al. 2025,
-    arXiv:2505.12128). Two bands with coefficients (1, -lambda) are DP-lambda-CGD (arXiv:2601.22334). With a workload,
-    weights are optimised for it.
+    By default, weights are those of the square root of 1 - x (BISR; Kalinin et al. 2025, arXiv:2505.12128).
+    Coefficients (1, -lambda) give DP-lambda-CGD (arXiv:2601.22334).
     """
 
     bands: int
@@ -75,7 +63,7 @@ class BandedInverse:
     coefficients: tuple[float, ...] | None = None
     """Weights w_0 = 1, ..., w_{p-1}; None for the default."""
     workload: Workload | None = None
-    """Sums for which weights minimise the noise, for all participations of a sample in the run; None for BISR."""
+    """Sums for which weights minimise the noise; None for BISR."""
 
     def __post_init__(self) -> None:
         _require_bands(self)
@@ -84,7 +72,7 @@ class BandedInverse:
         return _shown(self)
 
     def noising(self, steps: int) -> Series:
-        """Weights [steps], zeros from the p-th on."""
+        """Weights [steps]."""
         _require_known(self)
         known = PREFIX_SUMS.root(self.bands) if self.coefficients is None else np.array(self.coefficients)
         return _cut(known, steps)
@@ -98,15 +86,15 @@ class BandedInverse:
 class BandMF:
     """Noise C^-1 z for a Toeplitz matrix C with b bands; McKenna et al. 2024, arXiv:2405.15913.
 
-    The default coefficients minimise the error of prefix sums over the run, for one participation.
+    By default, coefficients minimise the error of prefix sums over the run, for one participation.
     """
 
     bands: int
-    """Number b of non-zero diagonals of C; steps at a distance of b share no noise in C S."""
+    """Number b of non-zero diagonals of C."""
     coefficients: tuple[float, ...] | None = None
     """Diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
     workload: Workload | None = None
-    """Sums for which coefficients minimise the noise, for all participations of a sample; None for the default."""
+    """Sums for which coefficients minimise the noise; None for the default."""
     buffers: bool = False
     """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step. Otherwise draw those of all steps.
     """
@@ -124,7 +112,7 @@ class BandMF:
         return inverse(self.strategy(steps), steps)
 
     def strategy(self, steps: int) -> Series:
-        """First column of C [steps], zeros from the b-th on."""
+        """First column of C [steps]."""
         _require_known(self)
         if self.coefficients is None:
             return _cut(optimised(min(self.bands, steps), steps, steps, PREFIX_SUMS, inverted=False), steps)
@@ -133,10 +121,9 @@ class BandMF:
 
 @lru_cache(maxsize=16)
 def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
-    """Return `correlation` of a run of `steps` steps with its coefficients, also if found by default or for a workload.
+    """Return `correlation` with its coefficients for a run of `steps` steps; see `sensitivity` for `separation`.
 
-    A sample takes part at most once in any `separation` consecutive steps. Raises ConfigurationError for noise that
-    grows from step to step.
+    Raises ConfigurationError for noise that grows from step to step.
     """
     if correlation.coefficients is not None:
         return _supported(_with(correlation, np.array(correlation.coefficients)), steps)
@@ -164,17 +151,16 @@ def _supported(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse
 
 
 def sensitivity(strategy: Series, *, separation: int) -> float:
-    """Bound how far one sample of contributions of norm 1 moves C S; see [Note: The sensitivity of a strategy].
+    """Bound how far one sample moves C S, if its contributions of norm 1 are at least `separation` steps apart.
 
-    The sample takes part at most once in any `separation` consecutive steps. Raises ConfigurationError for a strategy
-    that overflows.
+    Raises ConfigurationError if the strategy overflows. See [Note: The sensitivity of a strategy].
     """
     return float(_bounds(strategy, separation)[-1])
 
 
 @lru_cache(maxsize=16)
 def sensitivities(correlation: Correlation, steps: int, separation: int) -> Series:
-    """Bound how far such a sample moves the first n rows of C S, for n = 1, ..., `steps`."""
+    """Return `sensitivity` of the first n rows of C S, for n = 1, ..., `steps`."""
     return _bounds(correlation.strategy(steps), separation)
 
 
@@ -192,7 +178,7 @@ def _bounds(strategy: Series, separation: int) -> Series:
 
 
 def weights_at(correlation: Correlation, steps: int, step: int) -> Series:
-    """Return w_0, ..., w_k of the noise released at `step` of `steps`, with w_k != 0 and k <= `step`."""
+    """Return w_0, ..., w_k of the noise released at `step` of `steps`, with w_k != 0."""
     series = correlation.noising(steps)[: step + 1]
     return series[: int(np.flatnonzero(series)[-1]) + 1]
 

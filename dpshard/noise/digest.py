@@ -1,10 +1,9 @@
 """A keyed digest of the clipped sums; their noise is a function of it.
 
-[Note: Equal sums, equal noise] A step may be computed twice: after a crash, or after load_state_dict(). Suppose its
-noise depended only on the step, and the second sum differed by rounding. Then the noise would cancel in the difference
-of the two releases. So the noise depends on the sums, too. Equal sums have equal noise: a second publication of one
-value, at no cost. Other sums have independent noise: a second release, which is counted (accounting/history.py). Noise
-does not hide whether the two are equal. That depends on the data, unless everything else is equal as well.
+[Note: Equal sums, equal noise] After a crash or a load_state_dict(), a step may be computed again. Noise keyed only by
+the step would then cancel in the difference of two unequal releases. So the sums key it, too. Equal sums are the same
+release, at no cost. Others get independent noise: a second release, which is counted (accounting/history.py). Noise
+does not hide whether two sums are equal.
 
 [Note: A digest of the sums]
 The bits of all sums are words w of 32 bits; a flattened parameter lies in rows of WIDTH words. The digest has two lanes
@@ -12,13 +11,12 @@ of 64 bits, each
 
     sum over parameters, rows r and columns c of  row[r] * column[c] * w[r, c]   modulo 2^64
 
-with secret random weights, 32 bits for a column, 64 bits for a row, in any order and layout over ranks.
+Secret random weights have 32 bits for a column and 64 bits for a row. Sharding and order do not matter.
 
 Two different sums have one digest with probability below 2^-54. In a row where they differ, the difference is d *
-column[c] + ..., 0 < |d| < 2^32. At most one value of the weight makes it 0, so it is 0 in a lane with probability
-2^-32. And 2^(31 + t) divides it with probability 2^-t. Let 2^k be the largest power of 2 that divides all rows'
-differences. Then the weights of the rows make the whole 0 with probability 2^(k - 64). Over k, its mean is below 33 *
-2^-33. Lanes are independent.
+column[c] + ..., 0 < |d| < 2^32. At most one weight makes it 0, with probability 2^-32 in a lane. And 2^(31 + t) divides
+it with probability 2^-t. Let 2^k be the largest power of 2 that divides all rows' differences. Then the weights of the
+rows make the whole 0 with probability 2^(k - 64). Over k, its mean is below 33 * 2^-33. Lanes are independent.
 """
 
 from __future__ import annotations
@@ -45,19 +43,18 @@ _TOGETHER = 2**9
 
 
 class SumDigest:
-    """Digests sums under the weights of a run; see [Note: A digest of the sums]."""
+    """A keyed digest of sums; see [Note: A digest of the sums]."""
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
         self._wide_columns: dict[torch.device, Tensor] = {}
-        # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
         self._weights: dict[tuple[str, int, int], native.Weights] = {}
         self._weights_on: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[SumShard]) -> Tensor:
-        """Digest of these shards, int64 [2], on the device of the first. The whole digest is the sum over all shards.
+        """Return the digest of these shards, int64 [2], on the device of the first; parts add up.
 
         Raises ConfigurationError for a shard that cannot get noise.
         """
@@ -69,7 +66,6 @@ class SumDigest:
         return total
 
     def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:
-        """Digest of shards of one run."""
         found: dict[torch.device, Tensor] = {}
         rest: dict[torch.device, list[_Stretch]] = {}
         natively: list[tuple[Tensor, int, native.Weights]] = []
@@ -98,13 +94,12 @@ class SumDigest:
         return whole
 
     def _columns_on(self, device: torch.device) -> Tensor:
-        """Weights [LANES, WIDTH], int64."""
         if device not in self._wide_columns:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
     def _of_rows(self, name: str, start: int, n: int) -> native.Weights:
-        """Weights of the rows that words [start, start + n) meet."""
+        """Return the weights of the rows that words [start, start + n) meet."""
         key = name, start // WIDTH, -(-(start + n) // WIDTH)
         found = self._weights.get(key)
         if found is None:
@@ -117,7 +112,6 @@ class SumDigest:
         return found
 
     def _of_rows_on(self, device: torch.device, name: str, start: int, n: int) -> Tensor:
-        """Weights [rows, 2], int64, on a device."""
         key = name, start, n, device
         if key not in self._weights_on:
             self._weights_on[key] = torch.from_numpy(self._of_rows(name, start, n).rows).to(device)
@@ -127,13 +121,10 @@ class SumDigest:
 class _Stretch(NamedTuple):
     name: str
     start: int
-    """Index of the first word in the parameter."""
     words: Tensor
     """[n], int32, at least one."""
     at: int
-    """Column of the first word."""
     rows: int
-    """Number of rows, with partial ones."""
 
 
 def _stretch(name: str, start: int, x: Tensor) -> _Stretch:
@@ -159,7 +150,6 @@ def _pieces(stretch: _Stretch) -> Iterator[_Stretch]:
 
 
 def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
-    """Yield batches of pieces, because calls on single pieces are mostly overhead."""
     batch: list[_Stretch] = []
     rows = 0
     for piece in (piece for stretch in stretches for piece in _pieces(stretch)):
@@ -173,7 +163,7 @@ def _batches(stretches: Sequence[_Stretch]) -> Iterator[list[_Stretch]]:
 
 
 def _rows_of(pieces: Sequence[_Stretch]) -> Tensor:
-    """Words in rows [n, WIDTH], with zeros where a row belongs to other stretches."""
+    """Return rows of words [n, WIDTH], with zeros where a row belongs to other stretches."""
     parts: list[Tensor] = []
     for piece in pieces:
         after = piece.rows * WIDTH - piece.at - len(piece.words)

@@ -1,32 +1,26 @@
 """Exact integers from the discrete Gaussian distribution, by random bits and integer arithmetic.
 
 [Note: The discrete Gaussian]
-It gives every integer y a probability in proportion to exp(-y^2 / (2 s^2)), here with s = 2^24. Canonne, Kamath and
-Steinke 2020, "The discrete Gaussian for differential privacy", arXiv:2004.00010, propose it as noise with values that
-do not reveal the sum under it. They sample it by rejection with only integers. So does this module, in array order
-(Karney 2016, "Sampling exactly from the normal distribution", arXiv:1303.6257, Algorithm D):
-1. |y| = k h + j, with the number k of a cell of width h = s / 16, and a place j < h in it. Draw cells by inversion,
-   with probabilities in proportion to exp(-(k h)^2 / (2 s^2)).
+An integer y has probability proportional to exp(-y^2 / (2 s^2)), here with s = 2^24 (Canonne et al. 2020,
+arXiv:2004.00010). Rejection samples it in array order (Karney 2016, arXiv:1303.6257, Algorithm D):
+1. |y| = k h + j, with a cell k of width h = s / 16 and a place j < h. Draw cells with probabilities proportional to
+   exp(-(k h)^2 / (2 s^2)).
 2. j is uniform: the lowest bits of a word; its highest bit is the sign.
-3. Accept a candidate with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2). Then the
-   three steps together give y its probability. Refuse negative zeros, because 0 would come twice as often.
-About 97% of the candidates are accepted. They are independent, so the first n accepted ones are the sample.
+3. Accept with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2). Refuse negative zeros,
+   because 0 would come twice as often.
 
-Let 0 <= a < 1. A coin of probability exp(-a) is made of other coins. The first has probability a, after a success the
-next a / 2, then a / 3, ... . The number of successes is even with probability 1 - a + a^2/2! - ... = exp(-a) (Canonne
-et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are below n with probability a. A coin of probability a
-/ i also needs one of i equal chances. Nothing is rounded.
+For 0 <= a < 1, toss coins of probability a, a / 2, a / 3, ... until one fails. The number of successes is even with
+probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are
+below n with probability a. A coin of probability a / i also needs one of i equal chances. Nothing is rounded.
 
 [Note: Cells by inversion]
 Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -
-1) and C(k). These are irrational; `decimal`, which rounds exponentials correctly at any precision, gives any number of
-their bits. The first 64 bits of U decide, unless they equal those of a C(k), as for one candidate in 10^17. Then more
-bits of both decide. Tests cut U into shorter words to reach this case.
+1) and C(k). `decimal` gives any number of bits of C(k). Usually the first 64 bits of U decide; if they equal those of a
+C(k), more bits do.
 
 [Note: Overflow]
-Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) /
-512 < 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. Other cells may be larger, so Python's integers, which
-do not overflow, decide about their candidates.
+Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) / 512
+< 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. Python's integers decide about other candidates.
 """
 
 from __future__ import annotations
@@ -51,12 +45,12 @@ _LOOKUP = 12
 
 @dataclass(frozen=True, slots=True)
 class DiscreteGaussian:
-    """The distribution, cut into cells: see [Note: The discrete Gaussian]."""
+    """The distribution, cut into cells; see [Note: The discrete Gaussian]."""
 
     log2_std: int = LOG2_STD
     """Log2 of s, at most 30 ([Note: Overflow])."""
     log2_cells: int = 4
-    """Log2 of the number of cells per s, at least 4 ([Note: Overflow]), at most log2_std."""
+    """Log2 of the cells per s, from 4 ([Note: Overflow]) to log2_std."""
     word: int = WORD
     """Number of bits of U that decide in arrays, at most WORD."""
 
@@ -84,7 +78,7 @@ class DiscreteGaussian:
         return y[accepted]
 
     def _candidate(self, uniform: int, place: int, source: RandomSource) -> tuple[int, bool]:
-        """Return a candidate's magnitude and acceptance if `uniform`, the first bits of U, leave its cell open."""
+        """Return the magnitude and acceptance of a candidate whose cell `uniform`, the first bits of U, leaves open."""
         bits = self.word
         while True:
             uniform, bits = uniform << WORD | int(source.words(1)[0]), bits + WORD
@@ -101,7 +95,7 @@ class DiscreteGaussian:
 
 
 def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) -> NDArray[np.bool_]:
-    """Toss coins [n] of probability exp(-numerators / 2^bits), numerators [n] from 0 to 2^bits, bits <= 62."""
+    """Toss coins [n] of probability exp(-numerators / 2^bits), 0 <= numerators <= 2^bits, bits <= 62."""
     shift = np.uint64(WORD - bits)
 
     def successes(numerators: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -117,7 +111,7 @@ def exp_coins(numerators: NDArray[np.int64], bits: int, source: RandomSource) ->
 
 
 def exp_coin(numerator: int, bits: int, source: RandomSource) -> bool:
-    """Toss one coin of probability exp(-numerator / 2^bits), for any non-negative integers."""
+    """Toss a coin of probability exp(-numerator / 2^bits), for any non-negative integers."""
     while numerator >> bits:  # exp(-a) is exp(-a / 2) twice
         if not exp_coin(numerator, bits + 1, source):
             return False
@@ -139,7 +133,7 @@ def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
 
 
 def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
-    """Cells [n] of numbers that begin with the `word` bits `uniform` [n]; -1 if these leave the cell open."""
+    """Return the cells [n] of numbers that begin with the bits `uniform` [n]; -1 if several can."""
     lookup, thresholds = _lookup(log2_cells, word)
     cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
     unknown = np.flatnonzero(cells < 0)
@@ -151,7 +145,7 @@ def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[n
 
 @cache
 def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.uint64]]:
-    """Return the cells by the first _LOOKUP bits of U (-1: open), and the thresholds."""
+    """Return the cells by the first _LOOKUP bits of U, -1 for open ones, and the thresholds."""
     thresholds = _thresholds(word, log2_cells)
     shift = max(0, word - _LOOKUP)
     cells = []
@@ -164,9 +158,9 @@ def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.u
 
 @cache
 def _thresholds(bits: int, log2_cells: int) -> list[int]:
-    """First `bits` bits of C(0), C(1), ..., up to the first that are all ones.
+    """Return the first `bits` bits of C(0), C(1), ..., up to the first that are all ones.
 
-    U lies in cell k if k thresholds are below its first bits, and none equals them. See [Note: Cells by inversion].
+    U lies in cell k if k thresholds are below its first bits, and none equals them.
     """
     digits = bits // 3 + 30
     while (thresholds := _certain_thresholds(bits, log2_cells, digits)) is None:
@@ -175,7 +169,7 @@ def _thresholds(bits: int, log2_cells: int) -> list[int]:
 
 
 def _certain_thresholds(bits: int, log2_cells: int, digits: int) -> list[int] | None:
-    """Return `_thresholds` by decimals of `digits` digits; None if the error of their sums may change a bit."""
+    """Compute `_thresholds` with `digits` digits; None if the error of their sums may change a bit."""
     with localcontext(prec=digits):
         weights = [Decimal(1)]
         while weights[-1] > Decimal(10) ** -digits:

@@ -1,40 +1,28 @@
 """Keyed noise for a local shard, Gaussian or discrete Gaussian: a function of the global element.
 
-[Note: Noise by the global element] A flattened parameter is cut into blocks of BLOCK elements; block k has the key
-derive_key(secret, "noise", step, name, k). A rank draws only the blocks that meet its elements. So one secret gives the
-same noise on any mesh and any number of ranks. Shards of one parameter are independent; replicas of one shard are
-equal. The engine derives the secret from the run's secret, the step and the sums ([Note: Equal sums, equal noise] in
-digest.py). The CPU draws normals from AES, every GPU those of philox.py; `secure` noise is the CPU's everywhere. (The
-last bits of a logarithm or a cosine depend on the processor, on compiled code (native/) and on Triton.)
+[Note: Noise by the global element] Block k of a flattened parameter has the key derive_key(secret, "noise", step, name,
+k). A rank draws only the blocks that meet its elements. So shards have independent noise and replicas equal noise, on
+any mesh. The secret is that of one release ([Note: Equal sums, equal noise] in digest.py). The CPU draws normals from
+AES; GPUs draw those of philox.py, except for `secure` noise.
 
 [Note: Vectors drawn again]
-Correlated noise of step t is z_t + w_1 z_{t-1} + ... (correlation.py). Vector z_s is a function of the key of step s.
-So nothing is stored. Each is drawn again, a block at a time, and the sum gets their weighted sum, once. That is made in
-the dtype of the shard, and in float64 for secure noise. (buffers.py stores vectors instead, where a run asks for it.)
+Correlated noise of step t is z_t + w_1 z_{t-1} + ... . Each z_s is drawn again from the key of step s. The sum has
+the dtype of the shard, and float64 for secure noise.
 
-[Note: Secure noise] The set of floats that a sampler can return may reveal the sum under the noise. See Mironov 2012,
-"On significance of the least significant bits for differential privacy". Jin et al. 2022, arXiv:2112.05307, attack Box
-and Muller's method and DP-SGD. Holohan and Braghin 2021, arXiv:2107.10138, make the noise a sum of n independent
-normals over sqrt(n). Its distribution is the same. But a test whether a float can be such a sum searches the random
-bits of all n. Its cost is exponential in n. (The cosine and the sine of one draw must not both be summands: their sum
-is one cosine again.) `secure` noise is such a sum of SUMMANDS normals, each under its own key. It is made and added in
-float64, and rounded to the dtype of the sum once, at the end. The 24 bits of a float32 show nothing of the 53 of the
-noise. With float64 parameters only the search protects. Nothing is rejected, so the time depends only on the number of
-elements.
+[Note: Secure noise] The floats that a sampler can return may reveal the sum under the noise (docs/threat-model.md).
+`secure` noise is a sum of SUMMANDS normals (Holohan and Braghin 2021, arXiv:2107.10138). A test whether a float can be
+such a sum takes time exponential in SUMMANDS. Each summand needs its own key: the cosine and the sine of one draw add
+up to one cosine. Noise is added in float64, and the result is rounded once.
 
 [Note: Noise on a grid]
-`KeyedDiscreteGaussian` answers the same attack by a theorem. It rounds each element x of the sum to a grid of step g =
-std / s, s = 2^24. To x / g it adds an integer of the discrete Gaussian with parameter s. Every other sum also reaches
-every point of the grid. Rounding the result to the dtype of the sum is post-processing.
-- Rounding may move sums apart. x / g and its integer differ by 1/2 and by the rounding of the quotient to a double.
-  That is at most 2^-6 below LIMIT = 2^48. So in each of d elements, the integers of two sums differ by at most as much
-  as the sums plus ROUNDING = 1 + 2^-5 steps. In all it is R / g + ROUNDING sqrt(d). The accountant charges for it
-  ([Note: The price of a grid] in accounting/releases.py). Clamping x / g at LIMIT moves no sums farther apart.
+`KeyedDiscreteGaussian` rounds each element x of the sum to a grid of step g = std / s, s = 2^24. To x / g it adds an
+integer of the discrete Gaussian with parameter s.
+- Rounding moves x / g by at most 1/2, and its quotient by at most 2^-6 below LIMIT = 2^48. So in d elements, two sums
+  differ by at most R / g + ROUNDING sqrt(d), ROUNDING = 1 + 2^-5. The accountant charges for it ([Note: The price of a
+  grid] in accounting/releases.py). Clamping at LIMIT moves no sums farther apart.
 - Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
-- numpy computes the quotient on the CPU: it divides, and GPUs multiply by a reciprocal.
-- A NaN in a sum stays a NaN.
-- Rejection takes a random number of bits per integer. So each block is cut into pieces, each under its own key and
-  drawn whole. Short pieces come first, because most parameters are short.
+- numpy computes the quotient on the CPU, because GPUs multiply by a reciprocal.
+- Rejection takes a random number of bits per integer. So each piece of a block has its own key, and is drawn whole.
 """
 
 from __future__ import annotations
@@ -68,26 +56,23 @@ from dpshard.noise.pieces import (
 from dpshard.randomness import RandomSource, derive_key, derive_keys
 
 BLOCK = 2**20
-"""Elements under one key. Part of the meaning of a run secret."""
+"""Elements under one key. A change of this, HEAD, SUMMANDS or the lengths of pieces changes what run secrets mean."""
 
 HEAD = 2**11
-"""Elements at the head of a block, under their own key. Most parameters are no longer, so heads are drawn in batches.
-Part of the meaning of a run secret."""
+"""Elements at the head of a block, under their own key."""
 
 SUMMANDS = 4
-"""Normals per sum of secure noise; see [Note: Secure noise]. Part of the meaning of a run secret."""
+"""Normals per sum of secure noise; see [Note: Secure noise]."""
 
 LIMIT = 2.0**48
 """Clamp of sums, in grid steps; see [Note: Noise on a grid]."""
 
 SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
-"""Elements of the first and the longest pieces of a block of discrete noise; the longest fill the cache. Part of the
-meaning of a run secret."""
+"""Elements of the first and the longest pieces of a block of discrete noise."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
 Pairs = Sequence[tuple["SumShard", Tensor]]
-"""Shards with at least one element, and their elements in a contiguous tensor."""
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -99,16 +84,13 @@ class SumShard(NamedTuple):
     local: Tensor
     """Any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
-    """Row by row, `local` holds the elements [start, start + local.numel()) of the flattened whole."""
+    """`local` holds the elements [start, start + local.numel()) of the flattened whole."""
     run: int = 0
-    """If not 0, `local` holds runs of so many elements. Run j begins at start + j * stride (columns of a matrix)."""
+    """If not 0, `local` holds runs of so many elements; run j begins at start + j * stride."""
     stride: int = 0
 
     def contiguous(self) -> Iterator[SumShard]:
-        """Yield shards of one run each, copies with zeros between the runs; `take_back_` undoes it.
-
-        A copy spans about a block, because noise is drawn by the block.
-        """
+        """Yield copies of one run each, about a block long, with zeros between the runs."""
         rows = self.local.detach().reshape(-1, self.run)
         n = max(1, BLOCK // self.stride)
         for first in range(0, len(rows), n):
@@ -159,8 +141,8 @@ class KeyedGaussian:
         """Turn every shard x into (x + noise) / divisor in place, noise from N(0, std**2); std = 0 draws none.
 
         Returns the L2 norm of all shards before the noise, [], float64, on the device of the first. Raises
-        ConfigurationError, and changes no shard, for a tensor of half precision or a sharded one. Raises it for a std
-        that is negative or not finite.
+        ConfigurationError, and changes no shard, for a tensor of half precision or a sharded one. It also raises for a
+        std that is negative or not finite.
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
@@ -168,7 +150,6 @@ class KeyedGaussian:
         return self._release_(shards, step, std, divisor)
 
     def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
-        """See release_; the arguments are checked."""
         whole = [shard for shard in shards if not shard.run]
         squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
         for shard in shards:
@@ -182,7 +163,7 @@ class KeyedGaussian:
         return (torch.stack([first, *(x.to(first.device) for x in others)]).sum() if others else first).sqrt()
 
     def _release_whole_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
-        """Release shards of one run; return the squared norm that they had, float64 []."""
+        """Release shards of one run; return their squared norm before the noise, float64 []."""
         pairs = [(shard, dense(shard.local)) for shard in shards if shard.local.numel()]
         if not pairs:
             return torch.zeros((), dtype=torch.float64, device="cpu")
@@ -197,7 +178,6 @@ class KeyedGaussian:
         return torch.stack([square.to(pairs[0][1].device) for square in squares]).sum()
 
     def _release_with_cpu_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
-        """Release contiguous shards without noise or with the CPU's; return their squared norm."""
         blocks = [block for shard, x in pairs for block in blocks_of(shard.name, shard.start, x, BLOCK)]
         norm_sq = _norm_sq([block.part for block in blocks])
         if std > 0:
@@ -209,7 +189,6 @@ class KeyedGaussian:
         return norm_sq
 
     def _release_with_device_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
-        """Release contiguous shards on devices that draw noise by the element; return their squared norm."""
         of_shards = [blocks_of(shard.name, shard.start, x, BLOCK) for shard, x in pairs]
         endings = [(block.name, block.number) for blocks in of_shards for block in blocks]
         terms = self._terms(step)
@@ -236,7 +215,7 @@ class KeyedGaussian:
         return derive_keys(self.secret, ("noise", step), [(block.name, block.number) for block in blocks])
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
-        """Add N(0, std**2) noise to `target` in place and return it; see SumShard for `target`, `name` and `start`."""
+        """Add N(0, std**2) noise to `target` in place and return it; see SumShard."""
         self.release_([SumShard(name, target, start)], step=step, std=std)
         return target
 
@@ -259,7 +238,6 @@ class KeyedGaussian:
         )
 
     def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
-        """Release the parts of `blocks`, short pieces in batches: calls on single ones are mostly overhead."""
         alike: dict[Any, list[tuple[Block, bytes]]] = {}
         for block, key in zip(blocks, self._keys(blocks, step), strict=True):
             alike.setdefault((block.part.dtype, block.part.device), []).append((block, key))
@@ -274,8 +252,8 @@ class KeyedGaussian:
                 self._release_long_(block.elements[piece.first :], piece, rest_of(key), std, divisor)
 
     def _release_long_(self, part: Tensor, piece: LongPiece, key: bytes, std: float, divisor: float) -> None:
-        """Release a piece that needs several stretches of its stream, the first elements of `part`."""
-        at, n = 0, piece.end  # draw nothing past the end
+        """Release the first elements of `part`, a piece of several stretches of its stream."""
+        at, n = 0, piece.end
         for normals in _sums(key, n) if self.secure else _normals(key, n, part.dtype):
             skipped = max(0, piece.lo - at)
             if skipped < len(normals):
@@ -296,16 +274,10 @@ class KeyedGaussian:
 
 @dataclass(frozen=True)
 class KeyedDiscreteGaussian(KeyedGaussian):
-    """Discrete Gaussian noise, for sums rounded to its grid; see [Note: Noise on a grid].
-
-    The CPU draws it for every device, from the cryptographic stream, for any value of `secure`.
-    """
+    """Discrete Gaussian noise on a grid, drawn by the CPU for every device; see [Note: Noise on a grid]."""
 
     def release_(self, shards: Sequence[SumShard], *, step: int, std: float, divisor: float = 1.0) -> Tensor:
-        """Release as KeyedGaussian does, with x rounded to the grid.
-
-        Also raises ConfigurationError for a std so small that doubles cannot hold its grid.
-        """
+        """Release as KeyedGaussian does; raise ConfigurationError also for a std whose grid doubles cannot hold."""
         if 0 < std < _LEAST_STD:
             raise ConfigurationError(
                 f"std={std!r} of the noise is so small that normal doubles cannot hold its grid of steps "
@@ -314,7 +286,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
         return super().release_(shards, step=step, std=std, divisor=divisor)
 
     def _draws_on_cpu(self, device: torch.device) -> bool:
-        return True  # no device draws it by the element
+        return True
 
     def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
         for block, key in zip(blocks, self._keys(blocks, step), strict=True):
@@ -322,7 +294,6 @@ class KeyedDiscreteGaussian(KeyedGaussian):
                 self._privatize(part, integers, std, divisor)
 
     def _noise(self, block: Block, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        """Yield pieces of the part of `block` with integers for each."""
         part, end = block.elements, block.lo + block.part.numel()
         start, stop = 0, SHORTEST_PIECE
         while start < end:
@@ -334,7 +305,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         grid, total = std * 2.0**-LOG2_STD, piece.to("cpu", torch.float64).numpy()
-        with np.errstate(over="ignore"):  # infinite steps are clamped below
+        with np.errstate(over="ignore"):
             steps = total / grid
         np.clip(np.rint(steps, out=steps), -LIMIT, LIMIT, out=steps)
         steps += noise
@@ -357,7 +328,7 @@ class CorrelatedGaussian(KeyedGaussian):
                 self._release_some_(some, std, divisor)
 
     def _release_some_(self, blocks: Sequence[Block], std: float, divisor: float) -> None:
-        """Release blocks of one dtype, about BLOCK elements: they need as much memory, for any number of vectors."""
+        """Release blocks of one dtype. Its memory does not depend on the number of vectors."""
         sizes = [block.part.numel() for block in blocks]
         dtype = torch.float64 if self.secure else blocks[0].part.dtype
         total = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
@@ -370,7 +341,7 @@ class CorrelatedGaussian(KeyedGaussian):
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
-    """Name of the noise generator for sums on `device`, for display."""
+    """Return the name of the noise generator on `device`, for display."""
     kind = "discrete Gaussian" if noise == "discrete-gaussian" else "Gaussian"
     if device.type != "cpu" and not secure and noise == "gaussian":
         return f"{kind} from Philox 4x32-10 under 160 bits"
@@ -378,7 +349,7 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
-    """Yield `n` standard normals in pieces, each a sum of SUMMANDS; the next piece overwrites it."""
+    """Yield `n` standard normals in pieces, each a sum of SUMMANDS. The next piece overwrites it."""
     return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
 
 
@@ -399,24 +370,21 @@ def _summands(key: bytes) -> list[bytes]:
 
 
 class NoiseTerm(NamedTuple):
-    """Standard normals z of one step, in a weighted sum."""
+    """Standard normals z of one step, with their weight."""
 
     weight: float
     secret: bytes
-    """Secret of the release that had them first, 32 bytes."""
+    """Of the release that first had them, 32 bytes."""
     step: int
-    """Its step."""
 
 
 def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
-    """Return the weights [terms], float32; a single one is 1, which is made there without a copy."""
     if len(terms) == 1:
         return torch.ones(1, device=device)
     return torch.tensor([term.weight for term in terms], dtype=torch.float32, device="cpu").to(device)
 
 
 def _norm_sq(parts: Sequence[Tensor]) -> Tensor:
-    """Return the squared norm of contiguous tensors, float64 [], on the device of the first."""
     if native.supports_sums(parts):
         return native.norms_sq(parts).sum()
     return _square_of(torch._foreach_norm([part.detach() for part in parts]))
@@ -439,7 +407,7 @@ def _by_dtype(blocks: Sequence[Block]) -> list[list[Block]]:
 
 
 def _groups(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Yield blocks in groups of less than 2 BLOCK elements."""
+    """Yield groups of less than 2 BLOCK elements."""
     group: list[Block] = []
     for block in blocks:
         group.append(block)

@@ -1,4 +1,4 @@
-"""The parts of shards under one key each: blocks, and the short pieces of blocks, whose noise is drawn together."""
+"""The parts of shards under one key each: blocks, and their short pieces, whose noise is drawn together."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.kernels import native
 from dpshard.randomness import UNIT, derive_key, first_bytes
 
 _TOGETHER = 2**20
-"""Bytes of random streams per batch of short pieces: more do not fit the cache, fewer are mostly overhead."""
+"""Bytes of random streams per batch of short pieces: as many as fit the cache."""
 
 
 class Block(NamedTuple):
@@ -30,28 +30,27 @@ class Block(NamedTuple):
 
     @property
     def elements(self) -> Tensor:
-        """The elements of `part` [n], a view without a gradient."""
+        """Return the elements of `part` [n], without a gradient."""
         return self.part.detach().view(-1)
 
 
 class LongPiece(NamedTuple):
-    """The rest of a block, if it needs several stretches of its stream."""
+    """The rest of a block that needs several stretches of its stream."""
 
     block: int
     first: int
-    """Its first element, in the part of the block."""
     lo: int
     """Position in the stream of the key."""
     end: int
 
 
 class Pieces(NamedTuple):
-    """A plan for the noise of some blocks; it does not depend on keys and values."""
+    """A plan for the noise of some blocks, for any keys and values."""
 
     short: NDArray[np.int64]
     """Rows of native.release_pieces_, in the order of the blocks."""
     of_rest: tuple[bool, ...]
-    """For each of them, whether its key is that of the rest of the block, not that of the head."""
+    """Of each: whether its key is that of the rest of the block."""
     sizes: tuple[int, ...]
     """Bytes that each needs of a stream."""
     long: tuple[LongPiece, ...]
@@ -63,7 +62,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def blocks_of(name: str, start: int, x: Tensor, size: int) -> list[Block]:
-    """Return the blocks of `size` elements that meet `x`, contiguous, the elements from `start` on of a parameter."""
+    """Return the blocks of `size` elements that meet `x`, contiguous elements of a parameter from `start` on."""
     n = x.numel()
     if start % size + n <= size:
         return [Block(name, start // size, start % size, x)]
@@ -74,9 +73,9 @@ def blocks_of(name: str, start: int, x: Tensor, size: int) -> list[Block]:
     return found
 
 
-@functools.lru_cache(maxsize=16)  # the same blocks at every step
+@functools.lru_cache(maxsize=16)
 def cut(spans: tuple[tuple[int, int], ...], head: int, *, wide: bool) -> Pieces:
-    """Cut blocks, each with its elements [lo, lo + n), into heads of `head` elements and rests; `wide`: for float64."""
+    """Cut blocks of elements [lo, lo + n) into heads of `head` elements and rests; `wide`: for float64."""
     short: list[tuple[int, ...]] = []
     of_rest: list[bool] = []
     long: list[LongPiece] = []
@@ -101,8 +100,7 @@ def release_short_(
 ) -> None:
     """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
-    `keys`: as many for every piece, one piece after another. Noise is the scaled sum of their normals, float64 if
-    `wide`.
+    Every piece has equally many successive `keys`; its noise is the scaled sum of their normals, float64 if `wide`.
     """
     if not keys:
         return
@@ -122,7 +120,6 @@ def release_short_(
 def _release_elsewhere_(
     parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
 ) -> None:
-    """Release short pieces of a device with the CPU's noise."""
     spans = [(block, first, end - lo) for block, first, _, lo, end in pieces.short.tolist()]
     elements = [parts[block].detach().view(-1)[first : first + n] for block, first, n in spans]
     sizes = [n for _, _, n in spans]
@@ -141,12 +138,12 @@ def keys_of_pieces(keys: Sequence[bytes], pieces: Pieces) -> list[bytes]:
 
 
 def rest_of(key: bytes) -> bytes:
-    """Return the key of the rest of a block, from that of the block."""
+    """Return the key of the rest of a block."""
     return derive_key(key, "rest")
 
 
 def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive indices whose sizes, at least one, add up to `most`; or of one index."""
+    """Yield ranges of indices whose sizes add up to at most `most`, or of one index."""
     start = total = 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:

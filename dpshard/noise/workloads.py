@@ -1,16 +1,13 @@
 """The total noise of a run, and the banded factorisation that minimises it. No torch in here.
 
 [Note: The noise in a model]
-SGD with momentum turns gradients g into m_t = momentum * m_{t-1} + g_t. Decoupled weight decay shrinks the model by a
-factor 1 - decay at each step. So the model is a sum of gradients with a Toeplitz matrix A. Its series is 1 / ((1 - (1 -
-decay) x) (1 - momentum x)). Without both it gives prefix sums. The noise in it is A W z. Its error is the root mean
-square over the steps of the norms of the rows of A W.
+SGD with momentum and decoupled weight decay adds up A g of gradients g. The Toeplitz matrix A has the series 1 / ((1 -
+(1 - decay) x) (1 - momentum x)). The error is the root mean square over the steps of the norms of the rows of A W.
 
 [Note: Optimised coefficients]
-Coefficients x of one of W and C minimise this error times the sensitivity of C, for all participations of a sample. The
-search starts from the root of A as C, cut to its bands. Without limits it is optimal (Henzinger and Upadhyay 2022,
-arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx. A is a Toeplitz matrix, so its transpose is a
-reversed convolution.
+Coefficients of W or C minimise this error times the sensitivity of C, for all participations of a sample. The search
+starts from the root of A, cut to its bands. Without limits it is optimal (Henzinger and Upadhyay 2022,
+arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx.
 """
 
 from __future__ import annotations
@@ -28,7 +25,7 @@ from dpshard.config import is_number
 from dpshard.errors import ConfigurationError
 
 Series = NDArray[np.float64]
-"""First column [T] of a lower triangular Toeplitz matrix: coefficients of a power series."""
+"""First column [T] of a lower triangular Toeplitz matrix."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +35,7 @@ class Workload:
     momentum: float = 0.0
     """Momentum of the optimizer, 0 to 1; 0 for prefix sums."""
     decay: float = 0.0
-    """Share of a parameter that weight decay takes away in a step: learning rate times weight decay, 0 to 1."""
+    """Learning rate times weight decay, 0 to 1: the share of a parameter that a step takes away."""
 
     def __post_init__(self) -> None:
         for name, value in (("momentum", self.momentum), ("decay", self.decay)):
@@ -51,18 +48,18 @@ class Workload:
         return _recursion([1.0, -(keep + self.momentum), keep * self.momentum], series)
 
     def error(self, noising: Series) -> float:
-        """Root mean square, over the steps, of the noise in the model, for z of norm 1."""
+        """Return the root mean square, over the steps, of the noise in the model, for z of norm 1."""
         return math.sqrt(float(np.mean(np.cumsum(self.sums(noising) ** 2))))
 
     def root(self, n: int) -> Series:
-        """First `n` coefficients of 1 / A^(1/2)."""
+        """Return the first `n` coefficients of 1 / A^(1/2)."""
         powers = np.arange(n)
         decaying, moving = (_root_weights(n) * base**powers for base in (1.0 - self.decay, self.momentum))
         return cast(Series, np.convolve(decaying, moving)[:n])
 
 
 def inverse(series: Series, steps: int) -> Series:
-    """First `steps` coefficients of 1 / `series`, which begins with 1."""
+    """Return the first `steps` coefficients of 1 / `series`, which begins with 1."""
     impulse = np.zeros(steps)
     impulse[0] = 1.0
     return _recursion(series, impulse)
@@ -77,7 +74,7 @@ def _recursion(coefficients: Series | list[float], series: Series) -> Series:
 
 
 def _root_weights(n: int) -> Series:
-    """First `n` coefficients of the square root of 1 - x."""
+    """Return the first `n` coefficients of the square root of 1 - x."""
     k = np.arange(1, n)
     return np.concatenate([[1.0], np.cumprod((k - 1.5) / k)])
 
@@ -97,9 +94,9 @@ def moved(column: Series, separation: int) -> Series:
 
 @lru_cache(maxsize=16)
 def optimised(bands: int, steps: int, separation: int, workload: Workload, *, inverted: bool) -> Series:
-    """Coefficients [bands] with the least sensitivity times error; see [Note: Optimised coefficients].
+    """Return the coefficients [bands] of W if `inverted`, else of C; see [Note: Optimised coefficients].
 
-    They are those of W if `inverted`, else of C. A sample takes part at most once in any `separation` steps.
+    A sample takes part at most once in any `separation` steps.
     """
     weight = np.arange(steps, 0, -1.0)
     overlapping = separation < (steps if inverted else min(bands, steps))
@@ -129,9 +126,9 @@ def optimised(bands: int, steps: int, separation: int, workload: Workload, *, in
 
 
 def _descend(function: Callable[[Series], tuple[float, Series]], x: Series) -> Series:
-    """Return a local minimum of a function with a gradient, and with kinks where an envelope meets its series.
+    """Return a local minimum of a function with a gradient and with kinks.
 
-    L-BFGS stops at kinks, and where its first step, of length 1, is too long. So it begins again, with shorter ones.
+    L-BFGS stops at kinks, or if its first step is too long. So it begins again, with shorter ones.
     """
     from scipy.optimize import minimize
 
