@@ -1,8 +1,6 @@
-"""Redirect every torch function that uses a trainable parameter, in a model's forward, to its rule.
+"""Redirect every torch function that uses a trainable parameter to its rule.
 
-`forward.py` enters the model, and `mode.py` sees each function. `batch_dims/` finds the samples, `routing.py` follows
-picked rows, `rows/` checks that rows stay samples. docs/architecture.md lists all files. Begin with `forward.py`. May
-import `clipping`, `rules`, `records`, `sampling` and below. Not for users.
+Begin with `forward.py`; docs/architecture.md lists all files. Not for users.
 """
 
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws

@@ -1,4 +1,4 @@
-"""The running forward of a model: `ActiveForward` writes it, patched modules read it."""
+"""The running forward of a model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ from dpshard.rules.call import Source
 
 @dataclass(slots=True)
 class Region:
-    """The parts of a running compiled region's mode; lists, because dynamo takes dict keys as constants."""
+    """A running compiled region; lists, because dynamo takes dict keys as constants."""
 
     tensors: list[Tensor]
     sources: list[Source]
     layout: Layout
     batch_size: int
     facts: str
-    """See `region_facts`."""
     made: list[tuple[Tensor, ...]]
     """Slots, by row."""
     refusal: Refusal
@@ -57,16 +56,15 @@ class Region:
 
 
 class ActiveForward:
-    """State of one model; modules within a running forward run unchanged."""
+    """Run `forward` through a new mode; dynamo sets no guards on one made in the trace."""
 
     def __init__(self) -> None:
         self.running = False
         self.mode: InterceptionMode | None = None
-        """Mode of the running forward; None for an ordinary one."""
+        """None for an ordinary forward."""
         self.region: Region | None = None
-        """The running compiled region; None outside."""
         self.repeat: Callable[[], AbstractContextManager[Any]] | None = None
-        """Makes the context in which checkpointing may repeat parts of the latest forward, or None."""
+        """The context in which checkpointing repeats parts of the latest forward."""
 
     @contextmanager
     def through(self, mode: InterceptionMode) -> Iterator[None]:
@@ -80,7 +78,7 @@ class ActiveForward:
             self.running, self.mode = before
 
     def innermost(self) -> InterceptionMode | None:
-        """Return the mode of the next call, the region's if a region broke into several graphs."""
+        """Return the mode of the next call; the region's if a region broke into several graphs."""
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, InterceptionMode)]
         return modes[-1] if modes else self.mode
 
@@ -97,13 +95,13 @@ class ActiveForward:
     def recorded(
         self, mode: InterceptionMode, *, repeat_in: AbstractContextManager[Any] | None = None
     ) -> AbstractContextManager[None]:
-        """Return the context of a recorded forward. Checkpointing repeats it in `repeat_in`, with RecomputeSlots."""
+        """Return the context of a recorded forward."""
 
         def repeat() -> AbstractContextManager[Any]:
             stack = ExitStack()
             if repeat_in is not None:
                 stack.enter_context(repeat_in)
-            # A checkpointed segment takes derived tensors as arguments, so the mode keeps their sources.
+            # A checkpointed segment takes derived tensors, so the mode keeps their sources.
             stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
             return stack
 
@@ -123,7 +121,7 @@ class ActiveForward:
 
 @contextmanager
 def _left(mode: InterceptionMode) -> Iterator[None]:
-    """Take `mode` off the stack of function modes, but not the user's modes above it."""
+    """Keep the user's modes above it."""
     if mode not in _get_current_function_mode_stack():
         yield
         return

@@ -37,13 +37,10 @@ class InterceptedCall:
     slots: Slots
     refusal: Refusal
     rows_per_unit: int = 1
-    """Adjacent rows of a sample in the model's inputs."""
     samples: Tensor | None = None
-    """Sample of every row [N] if rows are routed; the rule then takes each row for a sample."""
+    """Sample of every row [N] if rows are routed; the rule takes each row for a sample."""
     exchange: Exchange | None = None
-    """The ranks that send each other rows."""
     plans: Plans | None = None
-    """Keeps the plan of this call."""
     batch_size: int = field(init=False)
     output_axis: BatchAxis | None = field(init=False)
 
@@ -85,7 +82,7 @@ class InterceptedCall:
         return self.slots.tap(use, output, keep)
 
     def tap_without_rows(self, output: Tensor) -> Tensor:
-        """Return `output`; its sources get empty records, because the norms of other ranks' rows need this rank."""
+        """Give its sources empty records, because the norms of other ranks' rows need this rank."""
         sources = tuple(self.sources[x] for x in self.tensors if x in self.sources)
         count = self._recorded
         return self.slots.tap(
@@ -115,7 +112,6 @@ class InterceptedCall:
         return copies if self.samples is None else copies[self.samples]
 
     def _at_samples(self, sources: Any, build: Build, sample_N: Tensor) -> Build:
-        """Return `build` with records of routed rows assigned to their samples."""
         B = self._recorded
 
         def at(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
@@ -125,7 +121,6 @@ class InterceptedCall:
 
     @property
     def _recorded(self) -> int:
-        """Number of samples in the records of this call."""
         B = self.slots.batch_size
         return B if self.exchange is None else self.exchange.sample_count(B, self.roots)
 

@@ -1,6 +1,6 @@
 """Compiled regions: calls of compiled modules, which take slots as inputs.
 
-A rehearsal in eager mode, without gradients, first shows which slots a region uses.
+A rehearsal in eager mode shows which slots a region uses.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class CompiledRegions:
 
     @contextmanager
     def slots_for(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Iterator[None]:
-        """Make the slots of a compiled region before it runs."""
+        """Make the slots of a compiled region."""
         mode = self._active.innermost()
         assert mode is not None
         if mode.slots.rehearses:

@@ -1,4 +1,4 @@
-"""Comparable runs of a model: without dropout, with constant random draws and decomposed composites."""
+"""Comparable runs of a model, without dropout and with constant random draws."""
 
 from __future__ import annotations
 
@@ -26,22 +26,21 @@ _DROPOUT = {
         for name in (kind, f"{kind}_")
     },
 }
-"""Dropout functions, with the argument that switches each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """Constants in place of random draws in compared runs, so a sample draws the same in any company.
+    """Constants in place of random draws.
 
-    Only flags may be 0, which would hide noise scaled by other samples. LOW and HIGH take both branches of a draw.
-    Every verification draws fresh constants, because fixed ones never take some branches.
+    Only flags may be 0, which would hide noise scaled by other samples. Fixed constants never take some branches, so
+    every verification draws fresh ones.
     """
 
     uniform: float = 0.45
-    """In (0, 1); integers, waiting times and shares follow from it."""
+    """In (0, 1); other draws follow from it."""
     normal: float = 1.0
     seed: int | None = None
-    """Seed of Python's and torch's generators; None keeps their states."""
+    """None keeps the states."""
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
@@ -54,7 +53,7 @@ class Draws:
 
     @property
     def waiting(self) -> float:
-        """Constant in place of exponential and Gamma draws."""
+        """Exponential and Gamma draws."""
         return -math.log1p(-self.uniform)
 
     @classmethod
@@ -67,9 +66,9 @@ class Draws:
 
 AS_DRAWN = Draws()
 LOW = Draws(uniform=0.02, normal=-1.5, seed=1990, numpy_seed=126)
-"""Small draws; the first four from each seed are below 0.15."""
+"""Take one branch; the first four draws from each seed are below 0.15."""
 HIGH = Draws(uniform=0.97, normal=0.5, seed=698, numpy_seed=1470)
-"""Large draws; the first four from each seed are above 0.85."""
+"""Take the other; they are above 0.85."""
 
 _UNIFORM = ("rand", "rand_like", "uniform_")
 _NORMAL = ("randn", "randn_like", "normal", "normal_", "cauchy_")
@@ -80,7 +79,6 @@ _DRAWN = {
     for name in (*_UNIFORM, *_NORMAL, *_FLAGS, "exponential_", "log_normal_", "geometric_")
     if hasattr(owner, name)
 }
-"""Random draws (stochastic depth, injected noise)."""
 
 
 def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
@@ -92,7 +90,7 @@ def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Return a random distribution [..., K] (mixup, Beta)."""
+    """Mixup, Beta: [..., K]."""
     drawn = func(*args, **kwargs)
     share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
     share[..., 0] = 1 - draws.uniform
@@ -107,14 +105,13 @@ _REPLACED = {
     torch._standard_gamma: lambda draws, func, args, kwargs: torch.full_like(func(*args, **kwargs), draws.waiting),
     torch.poisson: lambda _, func, args, kwargs: func(*args, **kwargs).copy_(args[0].round()),
 }
-"""Random draws that need more than one constant."""
 
 _ORDERS = (torch.argsort, Tensor.argsort)
-"""Functions that turn random draws into a permutation."""
+"""Turn random draws into a permutation."""
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
-    """Return `order`; rotated if all elements of `x` [N] are equal, as random draws are here."""
+    """Rotate equal elements, as random draws are here."""
     alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
     return order.roll(1) if alike else order
 
@@ -131,20 +128,19 @@ def _without_dropout(func: Function, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 class DeterministicForward(TorchFunctionMode):
-    """Runs a model, in train or eval mode, without dropout and with constant random draws."""
+    """Runs a model without dropout and with constant random draws."""
 
     permuting = True
-    """True if permutations rotate, which reveals mixing of samples; False if they do nothing."""
+    """True if permutations rotate, which reveals mixing of samples."""
 
     def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
-        """Set `samples`, the number in the run; 0 keeps random subsets of samples."""
+        """Take the number of samples in the run; 0 keeps random subsets of samples."""
         super().__init__()
         self.samples = samples
         self.draws = draws
         self._permutations: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Decompose composites; replace random draws and dropout."""
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
@@ -153,7 +149,7 @@ class DeterministicForward(TorchFunctionMode):
             self._permutations[order] = True
             return order
         if func is Tensor.__getitem__ and isinstance(args[1], slice) and self._permutes_samples(args[0]):
-            return args[0]  # stochastic depth on a random subset of the samples: take all
+            return args[0]  # stochastic depth on a subset of the samples: take all
         if func in (torch.index_add, Tensor.index_add, Tensor.index_add_) and self._permutes_samples(args[2]):
             kwargs.pop("alpha", None)  # the scale of that subset
         if func in _DRAWN:

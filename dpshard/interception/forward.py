@@ -1,9 +1,9 @@
 """The forward of a model with patched modules.
 
 [Note: Where interception happens]
-The outermost call of a patched module opens a tape and enters a TorchFunctionMode. Activation checkpointing runs a
-module again inside backward, in the mode with slots that lead nowhere. A compiled module is patched outside its
-compiled call, where its slots are made.
+The outermost call of a patched module opens a tape and enters a TorchFunctionMode. Activation checkpointing repeats a
+module inside backward, in the mode with slots that lead nowhere. A compiled module is patched outside its compiled
+call.
 """
 
 from __future__ import annotations
@@ -49,8 +49,7 @@ _NOT_COMPILED = (
 class Interception:
     """The recorded forwards of one model.
 
-    `before_forward` gets the kind of the inputs before each, and may verify the model. If it does (`verified`), probes
-    may leave orders open.
+    `before_forward` gets the kind of the inputs before each; if it verifies (`verified`), probes may leave orders open.
     """
 
     def __init__(
@@ -85,7 +84,7 @@ class Interception:
         ]
 
     def install(self) -> None:
-        """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
+        """Patch every module with parameters."""
         self.patcher.install()
 
     def forget(self) -> None:
@@ -93,7 +92,7 @@ class Interception:
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the probed call of the model, to repeat outside training."""
+        """Return the probed call of the model."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
         return run if isinstance(run, PackedRun) else self.layouts.probed(run)
@@ -115,7 +114,7 @@ class Interception:
             return original(*args, **kwargs)
         ordinary = active.running or not torch.is_grad_enabled() or not module.training
         if torch.compiler.is_compiling():
-            if ordinary:  # evaluations, and forwards by which a pipeline infers shapes
+            if ordinary:  # evaluations, and a pipeline's inference of shapes
                 return original(*args, **kwargs)
             return self._outermost(module, original, compiled, args, kwargs)
         if torch._C._current_graph_task_id() != -1:

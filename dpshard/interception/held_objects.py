@@ -1,4 +1,4 @@
-"""The contents of objects: attributes, slots, closure cells, arguments of partials, objects of bound methods."""
+"""The contents of objects, including slots, closure cells, partials and bound methods."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOREIGN = frozenset(
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000
-"""Smallest size of a collection that may count as data."""
+"""Smallest collection that may be data."""
 
 STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
@@ -40,7 +40,7 @@ STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     io.BytesIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
     io.StringIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
 }
-"""Read and set the state of generators, bytes and files in memory."""
+"""Read and set their state."""
 
 
 def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
@@ -52,7 +52,7 @@ def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
 
 
 class Container:
-    """A dict, list or deque, or the attributes of an object or class; a walk visits its contents separately."""
+    """A collection, or an object's attributes; a walk visits its contents separately."""
 
     def __init__(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.owner, self.read, self.write = owner, read, write
@@ -65,12 +65,12 @@ def refill(x: Any, content: Any) -> None:
 
 
 def is_foreign(name: str | None) -> bool:
-    """Return True if a Python module belongs to a framework; torch.distributions hold user values, so do not count."""
+    """Return True for a module of a framework; torch.distributions hold user values, so do not count."""
     return (name or "").partition(".")[0] in FOREIGN and not (name or "").startswith("torch.distributions")
 
 
 def container(x: Any) -> Container | None:
-    """Return the content of `x`, or None if it is opaque."""
+    """Return the content of `x`; None if opaque."""
     if isinstance(x, Container):
         return x
     if isinstance(x, dict):
@@ -92,7 +92,7 @@ def container(x: Any) -> Container | None:
 
 
 def slots_of(x: Any) -> Iterator[str]:
-    """Yield the attribute names of an object's slots."""
+    """Yield the names of an object's slots."""
     for kind in type(x).__mro__:
         names = vars(kind).get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:
@@ -126,7 +126,7 @@ def _function(x: FunctionType) -> Container:
         for name, cell in cells.items():
             try:
                 found[f"cell {name}"] = cell.cell_contents
-            except ValueError:  # it is empty
+            except ValueError:
                 continue
         return found
 
@@ -143,7 +143,7 @@ def _function(x: FunctionType) -> Container:
 
 
 def is_data(x: Any) -> bool:
-    """Return True for a large collection of plain values or tuples of them, such as a vocabulary."""
+    """Return True for a large collection of plain values or tuples, such as a vocabulary."""
     if type(x) not in (list, tuple, dict, deque) or len(x) < _LARGE:
         return False
     items = x.values() if isinstance(x, dict) else x
@@ -154,5 +154,5 @@ def is_data(x: Any) -> bool:
 
 
 def access_to(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    """Return the functions of STATEFUL that read and set the state of `x`, or None."""
+    """Return the functions of STATEFUL for `x`, or None."""
     return next((access for kind, access in STATEFUL.items() if isinstance(x, kind)), None)

@@ -20,7 +20,7 @@ from dpshard.interception.run import Run
 
 
 class IsolatedForward:
-    """A block of ordinary forwards of `module`; restores all state at its end."""
+    """A block of ordinary forwards; restores all state at its end."""
 
     def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
         self._model, self._active, self._writes, self._module = model, active, writes, module
@@ -38,17 +38,17 @@ class IsolatedForward:
         return self
 
     def guarded(self, forward: Callable[[], Any]) -> Any:
-        """Return the result of `forward`; UnsupportedParameterError before it writes into a parameter."""
+        """Return the result of `forward`, which must not write into parameters."""
         return self._writes.run(forward, self.rewind)
 
     def run_plain(self, run: Run, samples: list[int], draws: Draws = AS_DRAWN) -> Any:
-        """Return the output for `samples` by plain autograd, without dropout or compilation."""
+        """Return the output for `samples` by plain autograd, eager and without dropout."""
         self._active.repeat = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
         with eager(), self._active.repeat():
             return run.on(samples)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
-        """Restore the state, so that the next forward takes the same course; `draws` may seed generators."""
+        """Restore the state, for another forward; `draws` may seed generators."""
         self.model.restore()
         self.rewind_generators(draws)
 
@@ -72,7 +72,6 @@ class IsolatedForward:
 
 
 Isolate = Callable[[nn.Module], IsolatedForward]
-"""Makes the block for forwards of one module."""
 
 
 def eager() -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""Kinds of inputs and attributes; numbers of similar size are of one kind, so a ramp has few."""
+"""Kinds of inputs and attributes; numbers of similar size are of one kind."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from dpshard.interception.run import Run
 _EXACT = 4
 _DEEPEST = 4
 _MOST = 64
-"""Most items of an object that count."""
 _BY_VALUE = (
     Tensor, nn.Module, ModuleType, type, Enum, np.generic, np.ndarray, str, bytes, range, complex, set, frozenset, int,
     float,
@@ -26,7 +25,7 @@ _BY_VALUE = (
 
 
 def kind_of_value(x: Any) -> Any:
-    """Return the kind of a value: flags and strings as they are, numbers by sign and power of two."""
+    """Return the kind of a value: numbers by sign and power of two."""
     if isinstance(x, Enum):
         return (type(x), x.name)
     if isinstance(x, np.generic):
@@ -45,7 +44,6 @@ def kind_of_value(x: Any) -> Any:
 
 
 def _kind_of_collection(x: Any) -> Any:
-    """Return the kinds of the values in a small array or set, or of a range; None for anything else."""
     if isinstance(x, nn.Module):
         return ("module", id(x))
     if isinstance(x, range):
@@ -60,7 +58,7 @@ def _kind_of_collection(x: Any) -> Any:
 
 
 def kind_of_object(x: Any, depth: int = 0) -> Any:
-    """Return the kinds of an object's contents: a configuration, a closure, one number on the CPU."""
+    """Return the kinds of an object's contents."""
     if type(x) is Tensor and x.numel() == 1 and x.device.type == "cpu":
         return kind_of_value(x.item())
     if isinstance(x, _BY_VALUE) or depth == _DEEPEST:
@@ -93,17 +91,17 @@ def _held(x: Any) -> dict[Any, Any] | None:
 
 
 def kind_of_run(run: Run) -> Any:
-    """Return the kind of a module call: structure, ranks, dtypes, and all non-tensors."""
+    """Return the kinds of an object's contents."""
     inputs = [
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
     ]
-    # What mixes samples shows with two of them at least, and the order of the rows of one unit does not matter.
+    # Return the kind of a module call: structure, ranks, dtypes, and all non-tensors.
     several = run.rows > 1, run.packed is not None and run.packed.side_by_side
     return (run.module, run.tree, tuple(inputs), *several, run.batch_size == 1 < run.rows_per_unit)
 
 
 def kind_of_contents(run: Run) -> Any:
-    """Return the kinds of the contents of objects among the inputs; forward may change them."""
+    """Return the kinds of objects among the inputs, which forward may change."""
     with torch._C.DisableTorchFunction():
         return tuple(None if d is not None else kind_of_object(x) for x, d in zip(run.leaves, run.dims, strict=True))

@@ -1,4 +1,4 @@
-"""The batch dimensions of a model's inputs and calls, found by probes, kept by the kind of inputs."""
+"""The batch dimensions of inputs and calls, found by probes, by the kind of inputs."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from dpshard.interception.run import Run
 ATTEMPTS = 8
 """Most starts of one forward; each unprobed course restarts it."""
 _MOST_PLANS = 8
-"""Most tables of plans."""
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
@@ -42,19 +41,18 @@ class Layouts:
         alone: bool,
     ) -> None:
         self.found: dict[Any, Layout] = {}
-        """By the kind of inputs."""
         self._plans: dict[Any, Plans] = {}
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # Batch dimensions by the kind of inputs, where probes have corrected those inferred from sizes.
+        # Where probes have corrected those inferred from sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
         self._verified, self._alone = verified, alone
 
     def of(self, run: Run) -> Layout:
-        """Return the layout for the probed inputs of `run`."""
+        """Return the layout for probed inputs."""
         return self.found[kind_of_run(run)]
 
     def plans(self, run: Run, batch_size: int) -> Plans:
-        """Return the plans of calls for inputs as those of `run`, and so many samples; see [Note: Plans of calls]."""
+        """Return the plans of calls for such inputs."""
         key = kind_of_run(run), batch_size
         if key not in self._plans:
             if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
@@ -70,7 +68,7 @@ class Layouts:
     def probed(self, run: Run) -> Run:
         """Return `run`, after a probe if its inputs are of a new kind.
 
-        Cutting an input that has the batch size by chance may fail; then try other batch dimensions.
+        If it fails, an input may have the batch size by chance; then try other batch dimensions.
         """
         run = self.as_read(run)
         kind = kind_of_run(run)
@@ -95,7 +93,7 @@ class Layouts:
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:
-        """Run the model on 2 and on 3 samples, and return layout `into` with the calls added."""
+        """Run the model on 2 and on 3 samples, and add the calls to `into`."""
         self._plans.clear()
         unshards = self._parameters.unshards(run.module)
         try:
@@ -103,7 +101,7 @@ class Layouts:
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            if not unshards:  # other ranks may not have failed, and would not take part
+            if not unshards:  # ranks that have not failed would not take part
                 self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
@@ -138,7 +136,7 @@ class Layouts:
                     exchange=self._parameters.exchange,
                 )
 
-            # A branch that values decide (is anything masked?) is taken alike where no sample is new.
+            # A branch that values decide is taken alike without a new sample.
             alike = min(2, run.rows)
             if unshards:  # all ranks run as often
                 return found(alike)
@@ -148,23 +146,21 @@ class Layouts:
                 return found(alike)
 
     def _tells_order(self, run: Run) -> bool:
-        """Return True if the order of equal rows of units will be verified, or does not matter.
+        """Return True if verification compares orders of equal rows, or they do not matter.
 
-        One unit is not compared with others. Alone, it comes with its copies only, which a wrong order may bring
-        together. Where a rank has one unit, another may have two.
+        A wrong order may bring one unit and its copies together. Another rank may have two units.
         """
         if run.rows > 1:
             return self._verified
         return self._alone or run.batch_size == 1
 
     def _try_whole(self, run: Run) -> None:
-        """Raise any error that `run` raises on all samples: batch dimensions do not cause it."""
+        """Raise any error that batch dimensions do not cause."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))
 
 
 def _require_rows_first(few: list[torch.Size], more: list[torch.Size]) -> None:
-    """Raise BatchLayoutError unless outputs for 2 and for 3 samples differ only in dimension 0."""
     for small, large in zip(few, more, strict=True):
         if small[1:] != large[1:]:
             raise BatchLayoutError(

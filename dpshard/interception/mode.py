@@ -52,7 +52,7 @@ _IN_PLACE = (
 
 
 class UnknownCall(Exception):
-    """A call without a layout: the model took an unprobed course."""
+    """A call without a layout."""
 
 
 class InterceptionMode(TorchFunctionMode):
@@ -71,7 +71,7 @@ class InterceptionMode(TorchFunctionMode):
         super().__init__()
         self._refusal = refusal
         self.grid = grid
-        """Of packed rows, which need no layout."""
+        """Of packed rows."""
         self.rows_per_unit = rows_per_unit
         self.exchange = exchange
         self.layout = layout
@@ -82,7 +82,7 @@ class InterceptionMode(TorchFunctionMode):
         self._routing: Routing | None = None
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
-        """Return a mode with the same sources and layout that records in `slots`."""
+        """Return a mode that records in `slots`."""
         mode = InterceptionMode(
             self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
         )
@@ -90,7 +90,7 @@ class InterceptionMode(TorchFunctionMode):
         return mode
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
-        """Add a gathered parameter to the sources; remove a frozen one."""
+        """Add a gathered parameter, or remove a frozen one."""
         if parameter.requires_grad:
             self.sources[parameter] = source
         else:
@@ -101,7 +101,7 @@ class InterceptionMode(TorchFunctionMode):
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error for parameters in a function."""
+        """Return an error."""
         return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -170,7 +170,7 @@ class InterceptionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
                 raise UnsupportedParameterError(ANOTHER_COURSE) if in_region else UnknownCall
-            return result  # a shape, a comparison, a printed value: no gradient
+            return result  # no gradient: a shape, a comparison
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(
@@ -214,7 +214,6 @@ class InterceptionMode(TorchFunctionMode):
             if call.samples is not None:
                 return self._run_routed(call)
         place = grid.common_place(places)
-        # Compiled regions were rehearsed.
         stale = not compiling and writes_in_place(func) and flat[0].data_ptr() != tensors[0].data_ptr()
         if place is None or stale:
             raise call.refuse(NOT_BY_TOKEN, advise=False)
@@ -247,7 +246,7 @@ class InterceptionMode(TorchFunctionMode):
 
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
         tensors = [] if torch.compiler.is_compiling() else tensors_of((plain_args, plain_kwargs))
-        versions = [x._version for x in tensors]  # in compiled code, rehearsal and verification check this
+        versions = [x._version for x in tensors]  # in compiled code, verification checks this
         result = func(*plain_args, **plain_kwargs)
         if any(x._version != version for x, version in zip(tensors, versions, strict=True)):
             labels = ", ".join(dict.fromkeys(source.label for source in cut.values()))

@@ -1,10 +1,8 @@
-"""Save, restore and compare the state of a model besides its parameters: buffers, attributes, generators.
+"""Save, restore and compare the state of a model besides its parameters.
 
 [Note: What a model may remember]
-State lives in buffers, and in the attributes of a module or its class. These are numbers, tensors, arrays, lists,
-dicts, sets, deques, generators, bytes, and the contents of objects (held_objects.py). A walk gives each a path, and
-skips objects of frameworks (a trainer, a process group). Globals have no path: verification sees their effect on
-outputs.
+A walk gives each part of the state a path, through attributes, buffers and objects (held_objects.py), except those of
+frameworks. Globals have no path: verification sees their effect on outputs.
 """
 
 from __future__ import annotations
@@ -33,20 +31,20 @@ from dpshard.interception.held_objects import (
 )
 
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-"""Attributes of a module that belong to torch or the interception."""
+"""Of torch or the interception."""
 HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
-"""Hooks of a module, which some models register in their first forward."""
+"""Some models register hooks in their first forward."""
 _MOST = 100_000
-"""Most objects of a walk; an attribute with more holds data, not state."""
+"""An attribute with more objects holds data, not state."""
 
 
 def is_own(name: str) -> bool:
-    """Return True for an attribute of the model, not of torch or a sharding framework."""
+    """Return True for an attribute of the model."""
     return name not in _FRAMEWORK and not name.startswith(("ds_", "_ds", "_fsdp", "applied_p", "__"))
 
 
 def parts_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dicts of a module's sub-modules and buffers; copies for torch.jit.script, where none come or go."""
+    """Return the dicts of sub-modules and buffers; copies for torch.jit.script."""
     modules: Any = module._modules
     buffers: Any = module._buffers
     return (modules, buffers) if isinstance(modules, dict) else (dict(modules.items()), dict(buffers.items()))
@@ -63,7 +61,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""Methods that return the dense parts of a tensor, by layout."""
+"""Return the dense parts of a tensor."""
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -88,7 +86,7 @@ class ModelState:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._saved: dict[str, tuple[Any, Any]] = {}  # path -> the object, and a copy of its content
+        self._saved: dict[str, tuple[Any, Any]] = {}  # path -> object, copy of its content
         with torch._C.DisableTorchFunction():  # hides this from modes
             for path, x in walk(model):
                 self._saved[path] = (x, _copy(x))
@@ -119,7 +117,7 @@ class ModelState:
 
 
 def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield paths and values of a model's state; containers precede their contents."""
+    """Yield paths and values; containers precede their contents."""
     seen = {id(p) for p in model.parameters()}
     for prefix, module in model.named_modules():
         path = f"{prefix}." if prefix else ""
@@ -196,7 +194,7 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))
-    if isinstance(x, nn.Module):  # a module that torch does not find, in a list for example
+    if isinstance(x, nn.Module):  # in a list, which torch does not search
         for prefix, module in x.named_modules():
             if id(module) not in seen or module is x:
                 yield from _walk_module(f"{path}.{prefix}." if prefix else f"{path}.", module, seen)
@@ -222,7 +220,6 @@ def _copy(x: Any) -> Any:
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Return True if the numbers of a tensor can be read here."""
     return type(x) in (Tensor, nn.Buffer, nn.Parameter) and not x.is_meta and x.layout in _PARTS
 
 

@@ -1,7 +1,6 @@
-"""Hooks that torch runs in `__call__`, outside `forward`: those of the module that a loop calls, and global ones.
+"""Hooks that torch runs in `__call__`, outside `forward`.
 
-They are part of the model. So a module with such hooks is entered at its call, and they are probed, recorded and
-verified. Hooks of frameworks stay outside, as they expect.
+A module with hooks of the user is entered at its call. Hooks of frameworks stay outside, as they expect.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise UnsupportedParameterError if `module` has hooks, which would run outside its recorded forward."""
+    """Raise UnsupportedParameterError if `module` has hooks, which run outside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
             f"{type(module).__name__}, which your loop calls, has a hook that verification does not see. It was "

@@ -1,7 +1,6 @@
 """Sources of a compiled region, by number.
 
-Dynamo guards on every string that it reads. So a graph with the names of one block serves no other block. A region
-therefore numbers its parameters, in an order that equal blocks share.
+Dynamo guards on every string that it reads, so names would tie a graph to one block.
 """
 
 from __future__ import annotations
@@ -21,11 +20,11 @@ _LABEL = re.compile(r"source#(\d+)")
 
 
 class Numbering:
-    """Numbers of the sources of one region, in the order of first use."""
+    """Numbers of the sources of one region."""
 
     def __init__(self) -> None:
         self.names: list[Source] = []
-        """The outside sources, by number."""
+        """By number."""
         self._numbered: dict[Source, Source] = {}
         self._named: dict[Source, Source] = {}
 
@@ -45,7 +44,7 @@ class Numbering:
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return the outside source for one of the region, a root or derived within."""
+        """Return the outside source for one of the region."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
@@ -98,8 +97,7 @@ def _root(
     transpose_of: Source | None,
     slice_of: tuple[Source, int] | None,
 ) -> Source:
-    """Return a source of a region; cached, so equal blocks share it."""
-
+    # Cached, so equal blocks share it.
     def replay(values: dict[str, Tensor]) -> Tensor:
         return values[label]
 
@@ -107,7 +105,7 @@ def _root(
 
 
 class NumberedSources(dict[Tensor, Source]):
-    """Sources that a rehearsal may meet; the first read of each gives it a number."""
+    """Sources that a rehearsal may meet, numbered when read."""
 
     def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
         super().__init__(outside)
@@ -121,7 +119,7 @@ class NumberedSources(dict[Tensor, Source]):
 
 
 class NumberedLayout(dict[CallKey, CallLayout]):
-    """Calls of a rehearsal, with sources by number and outside layouts."""
+    """Calls of a rehearsal, by number."""
 
     def __init__(self, numbering: Numbering, outside: Layout) -> None:
         super().__init__()

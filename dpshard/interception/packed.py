@@ -1,11 +1,9 @@
 """Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
 
 [Note: Tokens as rows]
-Rules treat each of the N = R * T tokens of a stream as a sample with one position. An argument [R, T, ...] becomes [N,
-1, ...], which keeps its rank, and the output goes back. `records.Owners` then assigns the N rows to their units. Shapes
-tell where tokens are: [R, T, ...], [T, R, ...] or [N, ...]. Inputs show no evidence for that, as they do for samples.
-So the engine always compares packed units with each unit alone (verification/packed.py). It refuses a function whose
-input carries data without such a shape.
+Rules treat each of the N = R * T tokens of a stream as a sample with one position: [R, T, ...] becomes [N, 1, ...], and
+the output goes back. `records.Owners` then assigns the N rows to their units. Only shapes tell where tokens are. So the
+engine always compares packed units with each unit alone (verification/packed.py).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ class TokenGrid:
     tokens: int
 
     def place(self, x: Tensor) -> str | None:
-        """Return where `x` carries tokens: "rt" [R, T, ...], "tr" [T, R, ...], "n" [R * T, ...]; None for nowhere."""
+        """Return "rt" for tokens in [R, T, ...], "tr" in [T, R, ...], "n" in [R * T, ...]; else None."""
         R, T = self.rows, self.tokens
         if x.dim() > 1 and x.shape[0] == R and x.shape[1] == T:
             return "rt"
@@ -54,7 +52,7 @@ class TokenGrid:
         return found[0] if found and all(place == found[0] for place in found) else None
 
     def by_token(self, x: Tensor, place: str) -> Tensor:
-        """Return `x` with a row per token, [N, 1, ...], or [N, ...] if it has that shape."""
+        """Return `x` with a row per token: [N, 1, ...], or [N, ...] unchanged."""
         if place == "n":
             return x
         if place == "tr":
@@ -73,7 +71,7 @@ class TokenGrid:
 
 
 def replaced(x: Any, old: Sequence[Tensor], new: Sequence[Any]) -> Any:
-    """Return arguments or results with tensors replaced; written for dynamo, which traces it."""
+    """Return arguments or results with tensors replaced; dynamo traces it."""
     if isinstance(x, Tensor):
         for before, after in zip(old, new, strict=True):
             if before is x:
@@ -94,22 +92,22 @@ def writes_in_place(func: Function) -> bool:
 
 
 class Role(Enum):
-    """Facts from an input with a value per token."""
+    """What an input with a value per token tells."""
 
     CONTENTS = auto()
-    POSITIONS = auto()  # whole numbers that count up in every unit
-    UNITS = auto()  # one number per unit, all different
-    MASK = auto()  # one number per unit: which tokens are padding
+    POSITIONS = auto()  # count up in every unit
+    UNITS = auto()  # different for each unit
+    MASK = auto()  # one number per unit
 
 
 @dataclass(frozen=True, slots=True)
 class PackedRun(Run):
-    """One outermost call on packed rows; its samples are units."""
+    """A call on packed rows; its samples are units."""
 
     packed: PackedTokens = None  # type: ignore[assignment]
 
     def on(self, samples: list[int]) -> Any:
-        """Return the output for one unit alone, in a row at its own positions; for none, of the whole stream."""
+        """Return the output for one unit alone, at its own positions; for none, of the whole stream."""
         leaves = tuple(self.alone(x, samples[0]) for x in self.leaves) if samples else self.leaves
         args, kwargs = pytree.tree_unflatten([self._copied(x) for x in leaves], self.tree)
         return self.original(*args, **kwargs)
@@ -124,7 +122,7 @@ class PackedRun(Run):
         return TokenGrid(*self.packed.shape)
 
     def alone(self, x: Any, unit: int) -> Any:
-        """Return the part of an input that belongs to a unit: [1, L, ...], or [L, ...] of flat tokens."""
+        """Return a unit's part of an input: [1, L, ...], or [L, ...] of flat tokens."""
         row, start, end = self.packed.places[unit]
         R, T = self.packed.shape
         if is_block_mask(x) and x.shape[-2:] == (T, T):
@@ -144,16 +142,13 @@ class PackedRun(Run):
                 part = x[row * T + start : row * T + end]
             else:
                 return x
-            if self.role(x) is Role.UNITS:  # only whether two are equal may count: numbers depend on the other units
+            if self.role(x) is Role.UNITS:  # numbers depend on the other units; only equality may count
                 first, start, _ = next(iter(self.packed.places.values()))
                 part = torch.full_like(part, int(x.reshape(R, T)[first, start]))
             return part
 
     def with_contents(self, units: list[int], change: Any) -> PackedRun:
-        """Return the call with other contents in some units: `change(x, tokens)` of every input that has contents.
-
-        Inputs that tell positions or units keep their values.
-        """
+        """Return the call with contents of some units changed by `change(x, tokens)`."""
         leaves = list(self.leaves)
         for i in self.contents():
             x, T = leaves[i].detach(), self.packed.shape[1]
@@ -166,7 +161,7 @@ class PackedRun(Run):
         return replace(self, leaves=tuple(leaves))
 
     def contents(self) -> list[int]:
-        """Return the numbers of the inputs with a value per token that tells neither its position nor its unit."""
+        """Return the numbers of the inputs that tell neither positions nor units."""
         R, T = self.packed.shape
         found = []
         for i, x in enumerate(self.leaves):
@@ -178,7 +173,6 @@ class PackedRun(Run):
         return found
 
     def _parts(self, x: Tensor) -> list[Tensor] | None:
-        """Return the values of each unit in whole numbers [R, T] or [R * T]; None for any other input."""
         R, T = self.packed.shape
         if x.is_floating_point() or x.is_complex() or tuple(x.shape) not in ((R, T), (R * T,)):
             return None
@@ -220,8 +214,7 @@ def is_block_mask(x: Any) -> bool:
 
 
 def _block_mask_of(mask: Any, row: int, start: int, end: int) -> Any:
-    """Return the mask of one unit alone, at its own positions."""
-    from torch.nn.attention.flex_attention import create_block_mask  # its import takes time that few runs need
+    from torch.nn.attention.flex_attention import create_block_mask  # slow to import, rarely needed
 
     whole = mask.mask_mod
 
@@ -233,14 +226,14 @@ def _block_mask_of(mask: Any, row: int, start: int, end: int) -> Any:
 
 
 def is_boundaries(x: Tensor, tokens: int) -> bool:
-    """Return True for cumulative lengths: whole numbers from 0 on that grow, at most to the number of tokens."""
+    """Return True for cumulative lengths: whole numbers that grow from 0 to `tokens` at most."""
     if x.dim() != 1 or len(x) < 2 or x.is_floating_point() or x.dtype == torch.bool:
         return False
     return int(x[0]) == 0 and int(x[-1]) <= tokens and bool((x.diff() >= 0).all()) and int(x[-1]) > 0
 
 
 def plan_packed_run(module: nn.Module, original: Any, args: Any, kwargs: Any, packed: PackedTokens) -> PackedRun:
-    """Return the call of a module on packed rows. Raises BatchLayoutError if no input has a value per token."""
+    """Return the call of a module on packed rows."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     R, T = packed.shape
     tensors = [x for x in leaves if isinstance(x, Tensor)]
@@ -256,7 +249,6 @@ def plan_packed_run(module: nn.Module, original: Any, args: Any, kwargs: Any, pa
 
 
 def _refuse_other_order(module: nn.Module, tensors: list[Tensor], packed: PackedTokens) -> None:
-    """Raise BatchLayoutError if an input has rows that were handed out, in another order."""
     with torch._C.DisableTorchFunction():
         for x in tensors:
             if x.shape != packed.unit_ids.shape or x.is_floating_point() or len(x) < 2:

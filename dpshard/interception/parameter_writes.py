@@ -1,4 +1,4 @@
-"""Refuse writes into parameters by forwards outside training, before they happen."""
+"""Refuse writes into parameters outside training, before they happen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 class ParameterWrites(TorchDispatchMode):
-    """Refuses operations that write into a parameter, also through views, `.data` and no_grad."""
+    """Refuses writes into a parameter, also through views, `.data` and no_grad."""
 
     supports_higher_order_operators = True
 
@@ -24,11 +24,10 @@ class ParameterWrites(TorchDispatchMode):
         self._known = {_storage(p): (name, p) for name, p in model.named_parameters() if _is_local(p)}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the operation, unless it writes into a parameter."""
         if not Passthrough.on:
             for x in _written(func, args, kwargs or {}):
                 name, p = self._known.get(_storage(x), ("", x))
-                # ZeRO-3 frees storage after each module, and another tensor may get its place in memory.
+                # ZeRO-3 frees storage after each module, and another tensor may get its place.
                 if name and _storage(p) == _storage(x):
                     raise written(name)
         return func(*args, **(kwargs or {}))
@@ -39,13 +38,10 @@ class WriteGuard:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._scripted = False  # forward calls functions of torch.jit.script, which refuses modes
+        self._scripted = False  # functions of torch.jit.script refuse modes
 
     def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
-        """Return the result of `forward`; UnsupportedParameterError before it writes into a parameter.
-
-        `rewind` restores the model's state before a second try.
-        """
+        """Return the result of `forward`; `rewind` precedes a second try."""
         if not self._scripted:
             try:
                 with ParameterWrites(self._model):
@@ -59,7 +55,7 @@ class WriteGuard:
 
 
 def written(name: str) -> UnsupportedParameterError:
-    """Return the error for a forward that writes into the parameter `name`."""
+    """Return the error for a forward that writes into a parameter."""
     return UnsupportedParameterError(
         f"{name}: forward writes values that depend on the samples into this parameter, without noise. "
         f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "
@@ -78,7 +74,6 @@ def _storage(x: Tensor) -> int:
 
 @functools.cache
 def _places(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return places and names of the arguments that an operation writes to."""
     if not isinstance(func, torch._ops.OpOverload):
         return ()
     arguments = enumerate(func._schema.arguments)

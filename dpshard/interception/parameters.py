@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 class TrainedParameters:
-    """The parameters of one model, whole or gathered while a module runs."""
+    """The parameters of one model, whole or gathered."""
 
     def __init__(
         self, model: nn.Module, sources: dict[Tensor, Source], sharding: ShardingHooks, active: ActiveForward
@@ -25,12 +25,11 @@ class TrainedParameters:
         self.model = model
         self.sources = sources
         self.temporary: set[str] = set()
-        """Names of parameters that exist only while a module runs."""
+        """Exist only while a module runs."""
         self.unshards = sharding.unshards
         self.exchange = sharding.exchange
         self.refusal = functools.partial(refusal, model)
         self.by_name = {source.label: source for source in sources.values()}
-        """The parameters as sources."""
         self._flags: list[bool] = []
         self._trainable: dict[Tensor, Source] = {}
         self._sharding = sharding
@@ -38,9 +37,9 @@ class TrainedParameters:
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
 
     def trainable(self) -> dict[Tensor, Source]:
-        """Return the parameters that require gradients now; others are constants."""
+        """Return the parameters that require gradients now."""
         flags = [parameter.requires_grad for parameter in self.sources]
-        if flags != self._flags:  # torch hashes a tensor by a function in Python, but a copy of a dict hashes nothing
+        if flags != self._flags:  # a copy of a dict hashes no tensor, which is slow
             self._flags = flags
             self._trainable = {x: source for x, source in self.sources.items() if x.requires_grad}
         return dict(self._trainable)
@@ -50,7 +49,7 @@ class TrainedParameters:
         return {source.label: x for x, source in self.sources.items()}
 
     def versions(self) -> list[int]:
-        """Return the version of each parameter; optimizers write only between forwards."""
+        """Return the version of each parameter."""
         return [p._version for _, p in self._plain]
 
     def refuse_writes(self, before: list[int]) -> None:
@@ -62,14 +61,14 @@ class TrainedParameters:
                 raise written(name)
 
     def unshard(self, module: nn.Module) -> None:
-        """Gather the parameters of `module`, if a framework shards them."""
+        """Gather the parameters of a sharded module."""
         if self.unshards(module):
             with Passthrough.set(True):
                 self._sharding.unshard_module(module)
             self.take_up(module)
 
     def take_up(self, module: nn.Module) -> None:
-        """Add the parameters gathered for `module`, at the start of its forward."""
+        """Add the parameters gathered for `module`."""
         with Passthrough.set(True):
             for name, parameter in self._sharding.unsharded_parameters(module):
                 source = self.sources[parameter] = self.by_name[name]

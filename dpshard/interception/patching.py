@@ -26,7 +26,7 @@ Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
 
 
 class ModulePatcher:
-    """The patches on the modules of one model; they call `enter` instead of a module's own forward."""
+    """Patches modules to call `enter`."""
 
     def __init__(
         self, parameters: TrainedParameters, active: ActiveForward, regions: CompiledRegions, enter: Enter
@@ -37,7 +37,7 @@ class ModulePatcher:
         self._hooks: list[RemovableHandle] = []
 
     def install(self) -> None:
-        """Patch every module with parameters; UnsupportedParameterError for scripted ones."""
+        """Patch every module with parameters."""
         model = self._parameters.model
         for path, module in model.named_modules():
             if next(module.parameters(), None) is None:
@@ -94,7 +94,7 @@ class ModulePatcher:
                 else getattr(type(copy), attribute)(copy, *args, **kwargs)
             )
 
-        # A bound method, which a deep copy of the module binds to the copy, an ordinary module.
+        # A deep copy of the module binds the method to the copy, an ordinary module.
         def forward(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if self_module is not module:
                 return on_copy(self_module, *args, **kwargs)
@@ -106,17 +106,15 @@ class ModulePatcher:
         module.__dict__[attribute] = types.MethodType(forward, module)
 
     def _code_for(self, kind: type[nn.Module], code: types.CodeType) -> types.CodeType:
-        """Return a copy of `code` for the modules of one class in this model.
+        """Return a copy of `code` for one class in this model.
 
-        Dynamo compiles a code object a few times, then falls back to eager mode. One code object per process would
-        exhaust this limit; one per module would compile equal blocks one by one.
+        Dynamo compiles a code object only a few times; a copy per module would compile equal blocks one by one.
         """
         if kind not in self._codes:
             self._codes[kind] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
         return self._codes[kind]
 
     def _enter_with_hooks(self, module: nn.Module) -> None:
-        """Enter calls of `module` before its hooks, if any."""
         self._patched.append((module, "_compiled_call_impl", None))
 
         def call(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -129,7 +127,6 @@ class ModulePatcher:
         module.__dict__["_compiled_call_impl"] = types.MethodType(call, module)
 
     def _skip_sharding_hooks(self, module: nn.Module, *, compiled: bool) -> None:
-        """Keep the mode out of the hooks by which a framework gathers and frees parameters of `module`."""
         active = self._active
         previous = module.__dict__.get("_compiled_call_impl")
         original = previous if previous is not None else module._call_impl
@@ -158,6 +155,6 @@ class ModulePatcher:
             if looking:
                 looking.pop().close()
 
-        # These run after the framework gathers the parameters, and before it frees them.
+        # The framework has gathered the parameters, and not yet freed them.
         self._hooks.append(module.register_forward_pre_hook(cast(Any, gathered), with_kwargs=True))
         self._hooks.append(module.register_forward_hook(cast(Any, done), prepend=True, always_call=True))

@@ -1,9 +1,8 @@
 """Calls on DTensors, under torch's tensor and sequence parallelism.
 
 [Note: Placements of per-sample gradients]
-`parallelize_module` turns parameters and inputs into DTensors over the ranks that hold one model. The function runs on
-them as it is. Its record is made of this rank's parts of input a and output gradient g. Their placements say what the
-record is of the sample's gradient (see [Note: Norms of parts] in clipping/parts.py):
+A record is made of this rank's parts of input a and output gradient g. Their placements say what it is of the sample's
+gradient (see [Note: Norms of parts] in clipping/parts.py):
 
     g in columns, a whole, weight in rows               a part: column-wise linear maps, and tables by columns
     g whole, a in columns, weight in columns            a part: row-wise linear maps
@@ -11,8 +10,8 @@ record is of the sample's gradient (see [Note: Norms of parts] in clipping/parts
     g whole, a whole, parameter whole                   the whole: biases of row-wise maps, replicated layers
     g and a in parts of the sequence, parameter whole   a term of a sum: normalisation under SequenceParallel
 
-Every other combination is refused. If the output is a pending sum over ranks, g is whole. Autograd of DTensors promises
-no placement of g, so g is redistributed.
+Every other combination is refused. If the output is a pending sum, g is whole. Autograd promises no placement of g, so
+g is redistributed.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _ADVICE = (
 
 
 class PlacedCall(Protocol):
-    """The parts of an intercepted call that this module reads."""
+    """What this module reads of an intercepted call."""
 
     func: Function
     args: Any
@@ -47,20 +46,20 @@ class PlacedCall(Protocol):
     tensors: list[Tensor]
 
     def axis(self, x: Tensor) -> BatchAxis | None:
-        """See rules.call.Call."""
+        """See Call."""
         ...
 
     def source(self, x: Any) -> Source | None:
-        """See rules.call.Call."""
+        """See Call."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """See rules.call.Call."""
+        """See Call."""
         ...
 
 
 def is_placed(x: Any) -> bool:
-    """Return True for a DTensor; without an import of them, which is slow."""
+    """Return True for a DTensor, without the slow import."""
     return type(x) is not Tensor and hasattr(x, "device_mesh")
 
 
@@ -72,10 +71,7 @@ def local(x: Any) -> Tensor:
 def placed_use(
     call: PlacedCall, output: Any, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build
 ) -> tuple[Use, tuple[Tensor, ...]]:
-    """Return the use of a call with a DTensor as output, and this rank's parts of the kept tensors.
-
-    Raises UnsupportedParameterError for placements without a rule.
-    """
+    """Return the use of a call with a DTensor as output, and this rank's parts of the kept tensors."""
     found = {_kind(call, output, x) for x in call.tensors if call.source(x) is not None}
     if len(found - {_PART, _WHOLE}) > 0 and found != {_TERM}:
         raise call.refuse(f"its parameters are placed in unlike ways; {_ADVICE}", advise=False)
@@ -90,7 +86,6 @@ def placed_use(
 
 
 def _of_gradient(output: Any) -> Any:
-    """Return the placement of the output's gradient."""
     from torch.distributed.tensor import Replicate
 
     (placement,) = output.placements
@@ -98,7 +93,6 @@ def _of_gradient(output: Any) -> Any:
 
 
 def _kind(call: PlacedCall, output: Any, parameter: Any) -> str:
-    """Return what this rank's record is of the per-sample gradient of a parameter."""
     kind_of = _RULES.get(call.func)
     x: Any = call.tensors[0]
     source, axis = call.source(parameter), call.axis(x)
@@ -124,7 +118,6 @@ def _kind(call: PlacedCall, output: Any, parameter: Any) -> str:
 
 
 def _over_positions(a: Any, g: Any, w: Any, trailing: int, output: Tensor) -> str | None:
-    """Return the kind for a whole parameter: a and g whole, or both in parts of a dimension of positions."""
     if not w.is_replicate():
         return None
     if a.is_replicate() and g.is_replicate():
@@ -140,7 +133,7 @@ def _linear(a: Any, g: Any, w: Any, x: Tensor, output: Tensor, parameter: Tensor
     if w.is_shard(1) and a.is_shard(last_in) and g.is_replicate():
         return _PART
     if not weighs and w.is_replicate() and g.is_replicate():
-        return _WHOLE  # a bias has nothing to do with the input
+        return _WHOLE
     return _over_positions(a, g, w, 1, output)
 
 
@@ -168,7 +161,7 @@ _RULES: dict[Function, Callable[..., str | None]] = {
 
 
 def _own_rows(call: PlacedCall, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return this rank's parts of the kept tensors; of ids, with -1 for rows of the table on other ranks."""
+    """Rows of the table on other ranks get id -1."""
     own = tuple(map(local, keep))
     if call.func is not F.embedding:
         return own

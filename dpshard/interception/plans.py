@@ -1,9 +1,9 @@
 """Uses of parameters that every forward repeats.
 
 [Note: Plans of calls]
-A call with equal facts repeats the plan of an earlier one, without its rule. The kind of the inputs and the number of
-samples choose the table of plans. A probe drops all plans. Facts are the function, the source of each parameter, the
-rank of each other tensor, and every other argument.
+A call with equal facts repeats an earlier plan, without its rule. The kind of the inputs and the number of samples
+choose the table of plans, which a probe drops. Facts are the function, the source of each parameter, the rank of each
+other tensor, and every other argument.
 
 Derived parameters, tensor subclasses, torch.func, compiled regions, and packed, picked or exchanged rows have no plans.
 """
@@ -27,7 +27,7 @@ from dpshard.rules.torch_functions import Function
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _CONSTANTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 _RANKS = tuple(object() for _ in range(65))
-"""Ranks among facts; numbers would equal arguments."""
+"""Numbers would equal arguments."""
 _MOST = 4096
 """A constant may change in every forward."""
 
@@ -57,7 +57,7 @@ class PlannedUse:
 
 
 class Plans:
-    """The plans of calls, for one kind of inputs and one number of samples."""
+    """The plans for one kind of inputs and one number of samples."""
 
     def __init__(self) -> None:
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
@@ -80,7 +80,7 @@ class Plans:
         planned: Planned,
         operands: tuple[Tensor | None, ...],
     ) -> None:
-        """Keep the plan of a call on these operands, if equal facts make an equal call."""
+        """Keep a plan, if equal facts make an equal call."""
         named = [*enumerate(args), *kwargs.items()]
         if not all(_is_fact(x, sources) for _, x in named):
             return

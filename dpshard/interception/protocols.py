@@ -1,4 +1,4 @@
-"""Protocols of the step in progress, and of the framework that shards parameters."""
+"""What the step in progress and a sharding framework bring."""
 
 from __future__ import annotations
 
@@ -14,61 +14,59 @@ from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 
 class TapeProvider(Protocol):
-    """The step in progress, at the start of an outermost forward."""
+    """The step in progress."""
 
     two_passes: bool
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """The micro-batch from `engine.batches`; None in a user's own loop."""
+        """None in a user's own loop."""
         ...
 
     @property
     def rows(self) -> RowIdentity | OwnLoopRows | None:
-        """The check of that micro-batch's rows, or of those of a user's own loop."""
+        """The check of the rows."""
         ...
 
     @property
     def packed(self) -> PackedTokens | None:
-        """The units of the tokens, if the forward is on packed rows."""
+        """The units of packed rows."""
         ...
 
     def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
-        """Return a block for an outermost forward; in it False if the forward is outside of training."""
+        """Return a block for an outermost forward; in it False outside of training."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """Return the tape for a forward of `batch_size` rows; LogicalBatchError if a forward is out of place."""
+        """Return the tape for a forward; LogicalBatchError if it is out of place."""
         ...
 
 
 class Exchange(Protocol):
-    """Ranks that hold parts of one model, and send each other rows. They see the same samples, or each has its own."""
+    """Ranks that hold parts of one model, and send each other rows."""
 
     of_samples: bool
     """See clipping.parts.Parts."""
 
     def knows(self, group: str) -> bool:
-        """Return True if the group of this name has these ranks."""
+        """Return True if the group has these ranks."""
         ...
 
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """Send the samples of rows after them, and return those of the rows that arrive.
-
-        None if rows return to a rank that did not send them.
+        """Return the samples of the rows that arrive; None if rows return to a rank that did not send them.
 
         `received`, `sent`: numbers of rows by rank. With `of_samples`, numbers from B on are rows of other ranks.
         """
         ...
 
     def sample_count(self, batch_size: int, names: Collection[str]) -> int:
-        """Return the number of samples whose rows meet these parameters: of one rank, or of all."""
+        """Return the number of samples, of one or of all ranks, whose rows meet these parameters."""
         ...
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """Return the samples of rows as records of these parameters number them; None for rows that they cannot meet.
+        """Return the samples of rows as these parameters' records number them; None for rows that they cannot meet.
 
         `sample_N`: None for rows that are not routed.
         """
@@ -80,31 +78,31 @@ class ShardingHooks(Protocol):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The ranks that hold parts of the model, or None."""
+        """The ranks that hold parts of the model."""
         ...
 
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
-        """Takes the inputs of a forward, if other ranks must have the same; else None."""
+        """Takes the inputs, if other ranks must have the same."""
         ...
 
     @property
     def passes_rows(self) -> bool:
-        """True if other ranks take the output, and its first dimension for the samples."""
+        """True if other ranks take the output's first dimension for the samples."""
         ...
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return True if hooks around the forward of `module` gather and free its parameters."""
+        """Return True if hooks gather and free the parameters of `module`."""
         ...
 
     def unshard_module(self, module: nn.Module) -> None:
-        """Gather the parameters of `module` now."""
+        """Gather the parameters of `module`."""
         ...
 
     def dry_run(self) -> AbstractContextManager[Any]:
-        """Return a block of forwards without backward, outside training."""
+        """Return a block of forwards without backward."""
         ...
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of the parameters gathered for `module`, at the start of its forward."""
+        """Return names and tensors of the parameters gathered for `module`."""
         ...

@@ -1,6 +1,6 @@
-"""Weights that a hook computes before forward: the old weight_norm and spectral_norm, and pruning.
+"""Weights that a hook computes before forward: old weight_norm and spectral_norm, and pruning.
 
-The hooks of the outermost module run outside the mode, so they run again within.
+The outermost module's hooks run outside the mode, so they run again within.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
-    """Return `forward`, preceded by the hooks that compute weights from parameters."""
+    """Return `forward`, preceded by these hooks."""
     hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _KNOWN)]
     if not hooks:
         return forward

@@ -1,4 +1,4 @@
-"""The errors for parameters that cannot be trained: parameter, module, reason and remedy."""
+"""Errors for parameters that cannot be trained."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpshard.errors import UnsupportedParameterError
 
 
 def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
-    """Return an error that names the parameters, the first one's module, and the function."""
+    """Return an error with parameters, module, function, reason and remedy."""
     owner = "the model"
     for name, _ in model.named_parameters():
         if re.search(rf"(?<![\w.]){re.escape(name)}(?![\w.])", labels):  # `0.weight` is not part of `10.weight`
@@ -34,8 +34,8 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
 def refuse_shared_outliers(model: nn.Module) -> None:
     """Raise UnsupportedParameterError for bitsandbytes' 8-bit layers whose outliers the whole batch decides.
 
-    LLM.int8() multiplies columns with one large element in another precision, for all rows; Dettmers et al. 2022,
-    arXiv:2208.07339. On CPUs, training multiplies by the whole weight, so nothing is mixed.
+    LLM.int8() multiplies columns with a large element in another precision (Dettmers et al. 2022, arXiv:2208.07339),
+    except in training on CPUs.
     """
     for path, module in model.named_modules():
         if type(module).__name__ != "Linear8bitLt":
@@ -51,7 +51,7 @@ def refuse_shared_outliers(model: nn.Module) -> None:
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """Raise UnsupportedParameterError for BatchNorm in training mode: it mixes samples even without parameters."""
+    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples even without parameters."""
     for path, module in batch_norms:
         if module.training or getattr(module, "running_mean", None) is None:
             raise UnsupportedParameterError(

@@ -1,4 +1,4 @@
-"""Forwards of a model on chosen samples, outside training, for verification."""
+"""Forwards on chosen samples, outside training, for verification."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Replay:
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the forward of `module` gets for these: FSDP casts inputs.
+        """Return the arguments that the forward of `module` gets: FSDP casts inputs.
 
         Calls `module` once, by which FSDP also finds its root.
         """
@@ -50,7 +50,7 @@ class Replay:
     def recorded(
         self, run: Run, samples: list[int], tape: Callable[[], Tape], state: IsolatedForward, draws: Draws = AS_DRAWN
     ) -> Any:
-        """Return the output for `samples`, recorded on a tape from `state`, without dropout or compilation."""
+        """Return the output for `samples`, recorded on a tape, eager and without dropout."""
         grid = run.grid if isinstance(run, PackedRun) else None
         layout = self.layouts.of(run) if grid is None else {}
         for _ in range(ATTEMPTS):

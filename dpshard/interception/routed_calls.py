@@ -1,4 +1,4 @@
-"""Calls that use a parameter on rows picked by the data: their samples, or a refusal."""
+"""Calls that use a parameter on rows picked by the data."""
 
 from __future__ import annotations
 
@@ -32,10 +32,7 @@ ONE_BY_ONE = _ROUTED.format("this function is not known to treat them one by one
 
 
 def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall:
-    """Return `call` with the sample of every row if rows are routed, else unchanged.
-
-    Rows in the order of the samples count as never routed. Raises UnsupportedParameterError for unknown samples.
-    """
+    """Return `call` with the sample of every row if rows are out of order, else unchanged."""
     if call.layout.routed and (call.slots.compiled or torch.compiler.is_compiling()):
         raise call.refuse(_COMPILED)
     data = [x for x in call.tensors if x not in call.sources]
@@ -59,7 +56,7 @@ def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall
 def with_places(call: InterceptedCall) -> InterceptedCall:
     """Return `call` with the numbers that its records give to the samples.
 
-    Raises UnsupportedParameterError for experts that meet the rank's own samples, and others that meet rows from afar.
+    Refuses experts that meet the rank's own samples, and others that meet rows from afar.
     """
     exchange = call.exchange
     if exchange is None or not exchange.of_samples:

@@ -1,21 +1,19 @@
-"""Tracks the sample of each row after indexing by the data: masks, experts, packed sequences.
+"""Tracks the sample of each row after indexing by the data.
 
 [Note: Routed rows]
-The data decides the number and order of the rows of `x[token_ids]`. So only the values of the index show them. A route
-starts where dimension 0 of a tensor with the rows of all samples is indexed. It continues through functions that make
-row n of the output from row n of the input only. It ends where each row is added to a row of its own sample, or where
-rows return to sample order. Any other function loses rows that are out of order; the next parameter that meets lost
-rows is refused.
+A route starts where data index dimension 0 of a tensor with the rows of all samples, as in `x[token_ids]`. It continues
+through functions that make row n of the output from row n of the input only. It ends where each row is added to a row
+of its own sample, or where rows return to sample order. Any other function loses rows that are out of order; a
+parameter that meets lost rows is refused.
 
 [Note: Packed sequences]
-Packing turns [B, T, ...] or [T, B, ...] into rows. Step 0 of all samples comes first, then step 1 of all samples that
-are as long. Row (t, b) belongs to the sample of row b, sorted by length or not. Padding returns rows to columns of one
-sample each. Columns, [T, B, ...] and last states [L, B, H], lie along dimension 1. Columns out of order may be
-permuted, packed, or read one step at a time; any other function loses them.
+Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all that are as long. Padding
+returns rows to columns of one sample each, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out of
+order may be permuted, packed, or read step by step; any other function loses them.
 
 [Note: Rows on other ranks]
-Ranks that hold parts of one model may send each other rows by all_to_all_single, as to experts on several ranks. The
-numbers of their samples, which are those of all these ranks, travel likewise. Other messages lose the rows.
+Ranks with parts of one model may send each other rows, and their samples, by all_to_all_single. Other messages lose the
+rows.
 """
 
 from __future__ import annotations
@@ -33,11 +31,11 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""Functions with a number of output rows that depends on the data."""
+"""The data decides their number of output rows."""
 
 _SCATTERING = functions_named(["scatter_add", "scatter_add_"])
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"]) | _SCATTERING
-"""Functions that write rows into their first argument at given numbers."""
+"""Write rows into their first argument at given numbers."""
 _REPLACING = functions_named(["index_copy", "index_copy_"]) | {Tensor.__setitem__}
 
 _SELECTING = functions_named(["index_select"])
@@ -48,7 +46,7 @@ _UNBINDING = functions_named(["unbind"])
 
 _SENDING = ("all_to_all_single",)
 _WAITING = ("wait_tensor", "_wrap_tensor_autograd")
-"""Functional collectives, by name: torch has packets and overloads of each, in several namespaces."""
+"""By name: torch has packets and overloads of each."""
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
@@ -62,7 +60,6 @@ def picks(func: Function, args: Any) -> bool:
 
 
 def _collective(func: Function) -> str:
-    """Return the name of a functional collective, "" for other functions."""
     packet = getattr(func, "overloadpacket", func)
     name = getattr(packet, "_qualified_op_name", "")
     return name.partition("::")[2] if name.startswith("_c10d_functional") else ""
@@ -80,7 +77,6 @@ def _starts(func: Function, args: Any) -> bool:
 
 
 def _row_numbers(index: Any) -> Tensor | None:
-    """Return the rows [N] that an index picks along dimension 0; None for any other index."""
     first, *others = index if isinstance(index, tuple) else (index,)
     tensors = [i for i in others if isinstance(i, Tensor)]
     if not isinstance(first, Tensor) or first.dim() == 0:
@@ -93,13 +89,12 @@ def _row_numbers(index: Any) -> Tensor | None:
 
 
 def _numbers_in(index: Any) -> Any:
-    """Return a list or array of indices as a tensor, anything else unchanged."""
     numbers = isinstance(index, np.ndarray) or (isinstance(index, (list, range)) and all(type(i) is int for i in index))
     return torch.as_tensor(index) if numbers else index
 
 
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
-    """Return the tensor, dimension (0 or 1) and numbers [N] of a pick, and their dimension in the output."""
+    """Return the tensor, dimension and numbers [N] of a pick, and their dimension in the output."""
     shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
@@ -119,7 +114,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _targets(func: Function, index: Tensor) -> Tensor | None:
-    """Return the rows [N] that rows are added to; None if the elements of a row are scattered."""
+    """Return the rows [N] that rows are added to; None for scattered elements."""
     if func not in _SCATTERING:
         return index.view(-1)
     whole = index.dim() == 2 and index.shape[1] > 0 and (index.stride(1) == 0 or bool((index == index[:, :1]).all()))
@@ -127,13 +122,11 @@ def _targets(func: Function, index: Tensor) -> Tensor | None:
 
 
 def _is_of_whole_rows(index: Any) -> bool:
-    """Return True if an index of rows takes all their elements: others would stay those of another sample."""
     others = index[1:] if isinstance(index, tuple) else ()
     return all(i is Ellipsis or (isinstance(i, slice) and i == slice(None)) for i in others)
 
 
 def _permutes(rows: Tensor, N: int) -> bool:
-    """Return True if every one of N rows is written once."""
     return len(rows) == N and bool((torch.bincount(rows, minlength=N) == 1).all())
 
 
@@ -157,25 +150,23 @@ class Routing:
         holds_samples: Callable[[Tensor, int, bool], bool],
         exchange: Exchange | None = None,
     ) -> None:
-        """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension 0 or 1 of `x`.
+        """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension `dim` (0 or 1) of `x`.
 
-        `read`: rows are read from `x`, so their order counts; otherwise rows are added to `x`. `exchange`: see [Note:
-        Rows on other ranks].
+        `read`: rows are read from `x`, so their order counts.
         """
         self._exchange = exchange
         self.batch_size = batch_size
         self.holds_samples = holds_samples
         # Weak keys do not keep dropped tensors alive.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # Sample of each column, along dimension 1; True if in order.
+        # Sample of each column; True if in order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked along it
         self.idle = True
-        """True until a row is picked."""
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples to probe: their rows were picked where no probe found samples."""
+        """Return up to n samples whose rows were picked where no probe found samples."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
@@ -191,7 +182,7 @@ class Routing:
         return x in self._lost or (x in self._columns and not self._columns[x][1])
 
     def in_order(self, sample_N: Tensor) -> bool:
-        """Return True if rows are as if never routed: equally many per sample, sample after sample."""
+        """Return True if rows are as if never routed."""
         return len(sample_N) % self.batch_size == 0 and torch.equal(sample_N, self._numbers(sample_N))
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:
@@ -247,7 +238,6 @@ class Routing:
                 self.lose(outputs)
 
     def _send(self, name: str, args: Any, outputs: list[Tensor]) -> None:
-        """Give rows from other ranks their samples: see [Note: Rows on other ranks]."""
         sample_N = self.samples(args[0]) if isinstance(args[0], Tensor) else None
         if name in _WAITING:
             if sample_N is not None:
@@ -264,7 +254,6 @@ class Routing:
             self.lose(outputs)
 
     def _pack(self, args: Any, kwargs: Any, data: Tensor, batch_sizes: Tensor) -> None:
-        """Give row b of step t the sample of row b: see [Note: Packed sequences]."""
         sample_B = self._of(args[0], 0 if argument(args, kwargs, 2, "batch_first") else 1, read=True)
         self.lose([batch_sizes])
         if sample_B is None:
@@ -273,7 +262,6 @@ class Routing:
             self._put([data], torch.cat([sample_B[:rows] for rows in batch_sizes.tolist()]))
 
     def _pad(self, args: Any, kwargs: Any, padded: Tensor, lengths: Tensor) -> None:
-        """Make columns of one sample each; lose rows that were not packed so."""
         sample_N, sizes = self.samples(args[0]), argument(args, kwargs, 1, "batch_sizes").tolist()
         if sample_N is not None:
             sample_B = sample_N[: sizes[0]]
@@ -284,7 +272,7 @@ class Routing:
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Move the samples of `x` to `output`; dimension i was order[i]. Return False without samples."""
+        """Return False without samples."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False
@@ -294,7 +282,6 @@ class Routing:
         return to_dim <= 1
 
     def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
-        """Return the samples of each output's rows if `func` cuts or joins routed rows along dimension 0."""
         if func in _JOINING:
             parts = [self.samples(x) for x in argument(args, kwargs, 0, "tensors")]
             along_rows = argument(args, kwargs, 1, "dim") in (0, None)
@@ -343,7 +330,6 @@ class Routing:
             self._put(outputs, self.samples(base))
 
     def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
-        """Return the samples along dimension `dim` of `x`; None if unknown or absent."""
         if x in self._lost:
             return None
         rows, columns = self.samples(x), self._along_columns(x)

@@ -1,4 +1,4 @@
-"""Functions that treat every row separately, with conditions on their arguments; see [Note: Routed rows]."""
+"""Functions that treat every row separately."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import Function, functions_named
 
 @dataclass(frozen=True, slots=True)
 class RowCall:
-    """A call with as many rows in its outputs as in its `routed` arguments."""
+    """A call whose outputs have as many rows as its `routed` arguments."""
 
     func: Function
     args: Any
@@ -46,7 +46,7 @@ def by_row(call: RowCall, N: int) -> bool:
 
 
 def argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    """Return an argument given by place or by name."""
+    """Return an argument by place or name."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
@@ -65,7 +65,7 @@ _ELEMENTWISE = (
 )
 _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
 _MAPPING_FIRST = frozenset({_LINEAR, F.linear, F.group_norm, F.embedding, F.prelu, torch.prelu}) | GROUPED
-"""Functions that map every row of their first argument alike."""
+"""Map every row of their first argument alike."""
 _CONVOLVING = functions_named([f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)], [F])
 _MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
 VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
@@ -79,7 +79,7 @@ _ALONG = {
         1,
     ),
 }
-"""Functions along a dimension -> the place of that argument."""
+"""The place of that argument."""
 
 
 def _first_only(call: RowCall) -> bool:
@@ -124,7 +124,7 @@ def _indexes_others(call: RowCall) -> bool:
     return call.first_only and bool(whole) and not any(isinstance(i, Tensor) for i in index)
 
 
-_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # of duplicate keys the last entry counts
+_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # the last duplicate counts
     Tensor.__getitem__: _indexes_others,
     **dict.fromkeys(_ALONG, _is_along_others),
     **dict.fromkeys(VIEWS, _first_only),
@@ -135,4 +135,3 @@ _BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # of duplicate keys the 
     **dict.fromkeys((F.layer_norm, F.rms_norm), _normalizes),
     **dict.fromkeys(_MAPPING_FIRST, _first_only),
 }
-"""Condition by which a function treats every row separately."""

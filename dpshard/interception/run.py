@@ -1,11 +1,9 @@
-"""One outermost call of a module: its inputs that carry samples, and its repetition on some of them.
+"""One outermost call of a module, to repeat on some of its samples.
 
 [Note: Units]
-A sample is a unit of K rows; K is 1 unless the engine was given `rows_per_unit`. A model gets the rows of m units as
-one dimension of m * K. The rows of a unit are adjacent. Only here rows become units: `Run.leaves` have both dimensions,
-and `Run.on` joins them. So a unit is a sample with its rows flattened into the batch before the model. All other code
-handles such rows already. Probes find them, rules join them into one record, and verification compares the sample with
-others.
+A sample is a unit of K = `rows_per_unit` adjacent rows. A model gets the rows of m units as one dimension of m * K.
+Only here rows become units: `Run.leaves` have both dimensions, and `Run.on` joins them. To all other code the rows of a
+unit were flattened into the batch.
 """
 
 from __future__ import annotations
@@ -25,38 +23,36 @@ from dpshard.rules.torch_functions import differentiable
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 READINGS = 16
-"""Most readings of a model's inputs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One outermost call of a module, to repeat on chosen samples."""
+    """One outermost call of a module."""
 
     module: nn.Module
     original: Callable[..., Any]
     given: tuple[Any, ...]
-    """The inputs of the model, unchanged."""
+    """The inputs, unchanged."""
     leaves: tuple[Any, ...]
-    """The inputs; samples have a dimension, followed by one of their rows if `rows_per_unit` > 1."""
+    """With `rows_per_unit` > 1, a dimension of samples and one of their rows."""
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
-    """Per leaf: the dimension of the samples, or None."""
+    """Per leaf: the dimension of the samples."""
     rows: int
-    """Samples that are not padding, the first ones; at least 1."""
+    """Samples before the padding; at least 1."""
     rows_per_unit: int = 1
-    """Rows of a sample; see [Note: Units]."""
     packed: PackedTokens | None = None
-    """The units of the tokens of a PackedRun."""
+    """Of a PackedRun."""
 
     def on(self, samples: list[int]) -> Any:
-        """Return the output for only `samples` (indices into the batch)."""
+        """Return the output for `samples` (indices into the batch)."""
         picked = [self._joined(self._pick(i, samples), self.dims[i]) for i in range(len(self.leaves))]
         args, kwargs = pytree.tree_unflatten(picked, self.tree)
         return self.original(*args, **kwargs)
 
     def carrying(self) -> list[tuple[Tensor, int]]:
-        """Return the given inputs that carry samples, with the dimension of each."""
+        """Return the inputs that carry samples, with their dimensions."""
         return [(x, dim) for x, dim in zip(self.given, self.dims, strict=True) if dim is not None]
 
     def reading(self, dims: tuple[int | None, ...]) -> Run:
@@ -65,11 +61,11 @@ class Run:
         return replace(self, dims=dims, leaves=leaves)
 
     def first(self, n: int, rows: int) -> Any:
-        """Return the output for n samples, the first `rows` of the batch in turn."""
+        """Return the output for n samples, the first `rows` in turn."""
         return self.on([i % rows for i in range(n)])
 
     def other_readings(self) -> Iterator[Run]:
-        """Yield the call with some inputs of the batch's size as constants: a mask [T, T] with T = B."""
+        """Yield the call with some inputs as constants: a mask [T, T] with T = B."""
         B = self.batch_size * self.rows_per_unit
         carrying = [i for i, d in enumerate(self.dims) if d == 0]
         doubtful = [i for i in carrying if self.given[i].dim() == 1 or self.given[i].shape[:2] == (B, B)]
@@ -79,7 +75,7 @@ class Run:
             yield self.reading(tuple(None if i in constant else d for i, d in enumerate(self.dims)))
 
     def beginning_with(self, samples: list[int]) -> Run:
-        """Return the call with these samples before the others."""
+        """Return the call with these samples first."""
         order = [*samples, *(i for i in range(self.batch_size) if i not in samples)]
         return replace(self, leaves=tuple(self._pick(i, order) for i in range(len(self.leaves)))) if samples else self
 
@@ -99,7 +95,7 @@ class Run:
 
 
 def by_unit(x: Any, dim: int | None, rows_per_unit: int) -> Any:
-    """Return `x` with its units along `dim`, followed by their rows if `rows_per_unit` > 1."""
+    """Return `x` with dimensions of units, at `dim`, and of their rows."""
     if dim is None or rows_per_unit == 1:
         return x
     with torch._C.DisableTorchFunction():
@@ -114,9 +110,9 @@ def plan_run(
     plan: MicroBatchPlan | None,
     rows_per_unit: int = 1,
 ) -> Run:
-    """Find the inputs that carry samples: along dimension 0 if it is B long, else along the only such one.
+    """Find the inputs that carry samples: along dimension 0 if it has B rows, else along the only such one.
 
-    B counts rows, `rows_per_unit` a sample. Raises BatchLayoutError unless an input has samples in dimension 0.
+    Raises BatchLayoutError unless an input has samples in dimension 0.
     """
     if transforms_are_active():
         raise BatchLayoutError(
@@ -176,10 +172,7 @@ def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | 
 
 
 def refuse_two_batch_dimensions(run: Run) -> None:
-    """Raise BatchLayoutError if a part of the model gets a hidden tensor that may be [B, T, ...] or [T, B, ...].
-
-    Only a whole model surely gets the samples first.
-    """
+    """Raise BatchLayoutError if a part of the model gets a hidden tensor that may be [B, T, ...] or [T, B, ...]."""
     rows = run.batch_size * run.rows_per_unit
     for x in run.given:
         if isinstance(x, Tensor) and differentiable(x) and x.dim() > 2 and x.shape[0] == x.shape[1] == rows:

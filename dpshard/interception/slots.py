@@ -21,12 +21,12 @@ class Slots(Protocol):
 
     batch_size: int
     compiled: bool
-    """True for a compiled region or its rehearsal, which cannot reach the tape."""
+    """True for a compiled region or its rehearsal."""
     rehearses: bool
     """True if the forward only counts uses, even under torch.no_grad()."""
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward `keep` and its gradient become the records of `use`."""
+        """Return `output`; in backward its gradient and `keep` become records."""
         ...
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
@@ -34,12 +34,12 @@ class Slots(Protocol):
         ...
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of the uses of a compiled region, by row."""
+        """Return the slots of a compiled region, by row."""
         return [self.slot(row.uses[0], *row.templates) for row in rows]
 
 
 class RecomputeSlots(Slots):
-    """Slots for a module that checkpointing repeats; differentiating them is refused."""
+    """Slots of a repetition by checkpointing, which refuse to be differentiated."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -50,11 +50,11 @@ class RecomputeSlots(Slots):
             self._token = torch.zeros(0, requires_grad=True)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output` with a graph, as before, that refuses to be differentiated."""
+        """Return `output` with a graph that refuses to be differentiated."""
         return tap(output, keep, (self._token,), _refuse)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return stand-ins that refuse to be differentiated."""
+        """Return stand-ins."""
         return _Refusing.apply(self._token, *templates)
 
 
@@ -82,12 +82,12 @@ class SlotRecorder(Slots):
     rehearses: bool = True
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Note the use; without gradients there is nothing to tap."""
+        """Note the use."""
         self.slot(use, *dummies_like(output, keep))
         return output
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Note the use; without gradients the templates serve as its slot."""
+        """Note the use."""
         self.asked.append((use, templates))
         return templates
 
@@ -95,24 +95,24 @@ class SlotRecorder(Slots):
 class PreallocatedSlots(Slots):
     """Gives a compiled region its premade slots, in order.
 
-    Made where dynamo traces. One made outside would have to show what the trace wrote, so the graph would return it.
+    Made in the trace: the graph would return one made outside.
     """
 
     compiled: bool = True
     rehearses: bool = False
 
     def __init__(self, batch_size: int, facts: str, made: list[tuple[Tensor, ...]]) -> None:
-        """Take tensors by row, and the facts of their uses; see `region_facts`."""
+        """Take tensors by row."""
         self.batch_size = batch_size
         self._made = _cut(facts, made)
         self._taken = 0
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; `keep` and its gradient leave the region as the gradients of a slot."""
+        """Return `output`; `keep` and its gradient leave the region as gradients of a slot."""
         return tap(output, keep, self.slot(use), None)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return the next slot; UnsupportedParameterError if made for another use."""
+        """Return the next slot, if made for this use."""
         labels, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
         self._taken += 1
         if labels != [source.label for source in use.sources]:
@@ -121,13 +121,13 @@ class PreallocatedSlots(Slots):
 
 
 _PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
-"""ASCII's separators; labels have commas and slashes."""
+"""Labels have commas and slashes."""
 
 
 def region_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
-    """Return what a region knows of its uses, as text: labels of the sources by use; dimension and uses by row.
+    """Return labels of the sources by use; dimension and uses by row.
 
-    Dynamo guards on one string faster than on hundreds of numbers and strings, and computes with it as it traces.
+    Dynamo guards faster on one string than on hundreds of values, and computes with it as it traces.
     """
     labels = _USES.join(_ITEMS.join(source.label for source in use.sources) for use, _ in asked)
     places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))
@@ -135,7 +135,6 @@ def region_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int
 
 
 def _cut(facts: str, made: Sequence[Sequence[Tensor]]) -> list[tuple[list[str], Sequence[Tensor]]]:
-    """Return labels and tensors by use."""
     if not made:
         return []
     labels, places = facts.split(_PARTS)

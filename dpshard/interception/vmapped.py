@@ -1,7 +1,6 @@
 """torch.vmap in a forward: calls within it become calls on whole tensors.
 
-A vmapped function sees tensors without a hidden dimension, perhaps that of the samples. On whole tensors, dimensions
-can be compared, and parameters recognised by identity.
+A vmapped function sees tensors without a hidden dimension, perhaps that of the samples.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # torch.func us
 
 
 def transforms_are_active() -> bool:
-    """Return True within a transform of torch.func, such as torch.vmap; False in compiled code."""
+    """Return True within a transform of torch.func; False in compiled code."""
     return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()
 
 
 @dataclass(frozen=True, slots=True)
 class Lifted:
-    """A call within torch.vmap as one on whole tensors."""
+    """A call within torch.vmap on whole tensors."""
 
     func: Function
     args: Any
     kwargs: Any
     levels: tuple[int, ...]
-    """Levels of the vmaps that hide a dimension, outermost first."""
+    """Of the hiding vmaps, outermost first."""
     differentiated: bool
-    """True if a differentiating transform (torch.func.grad, jvp) wraps an argument."""
+    """True if torch.func.grad or jvp wraps an argument."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
@@ -84,14 +83,14 @@ class Vmapped:
     func: Function
     levels: tuple[int, ...]
     hidden: tuple[tuple[int | None, ...], ...]
-    """Hidden dimension of each tensor argument by level, counted without those of outer levels."""
+    """By tensor and level, counted without dimensions of outer levels."""
 
     @property
     def __name__(self) -> str:
         return f"vmap({function_name(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it on whole tensors; a result without tensors (a shape) stays as the function sees it."""
+        """Call it on whole tensors; results without tensors stay."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         plain: list[Any] = []

@@ -17,14 +17,11 @@ PASS_THROUGH = frozenset(
 """Functions and properties of a parameter that carry no gradient to it."""
 
 CallKey = tuple[Any, ...]
-"""Name of the function; for each tensor argument the form of its source, or its rank.
-
-Only strings and numbers: dynamo traces the look-up, and cannot hash every function within a tuple.
-"""
+"""Function name; for each tensor the form of its source, or its rank. Dynamo hashes no functions in a tuple."""
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
-    """Return the CallKey of a call, independent of batch size and length."""
+    """Return the CallKey of a call."""
     return (function_name(func), *[sources[x].form if x in sources else x.dim() for x in tensors])
 
 
@@ -33,21 +30,19 @@ class CallLayout:
     """Batch axes of the tensors of one kind of call."""
 
     inputs: list[BatchAxis | None]
-    """One per tensor argument, in order."""
     output: BatchAxis | None
-    """Axis of the first output."""
+    """Of the first output."""
     lost: bool = False
     """True if the samples of an argument's rows are unknown."""
 
     derives: bool = field(init=False, compare=False)
-    """True if no argument carries samples, so the output derives from parameters only."""
+    """True if no argument carries samples."""
     routed: bool = field(init=False, compare=False)
-    """True if an argument has routed rows."""
     data_dependent: bool = field(init=False, compare=False)
     """True if the data picks rows of an argument."""
 
     def __post_init__(self) -> None:
-        # Computed once, because every call of a forward reads them.
+        # Every call of a forward reads them.
         self.derives = self.output is None and not any(self.inputs) and not self.lost
         self.routed = any(axis is not None and axis.routed for axis in self.inputs)
         self.data_dependent = self.routed or self.lost
@@ -62,7 +57,7 @@ Layout = dict[CallKey, CallLayout]
 
 
 def rows_key(x: Tensor, dim: int) -> CallKey:
-    """Return the key for whether `dim` of tensors like `x` carries the samples; for routes."""
+    """Return the key for whether `dim` of tensors like `x` carries the samples."""
     features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # the last size of ids is a length
     return ("rows", dim, x.dim(), features)
 
@@ -72,7 +67,7 @@ def merge(into: Layout, found: Layout) -> None:
     for key, layout in found.items():
         known = into.setdefault(key, layout)
         if known != layout and key[0] == "rows":
-            known.inputs[0] = None  # two kinds of tensors share this shape, so it proves nothing
+            known.inputs[0] = None  # two kinds of tensors share this shape
         elif known != layout:
             raise BatchLayoutError(
                 f"{describe(key)} is called with the samples of the micro-batch along different dimensions; call two "

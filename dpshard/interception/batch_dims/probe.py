@@ -49,7 +49,7 @@ class _Shapes:
 
 
 class _Compared(DeterministicForward):
-    """Counts the calls of both runs: on tensors, before the data picks rows."""
+    """Counts the calls on tensors before the data picks rows."""
 
     permuting = False  # the first samples of both runs must be the same
 
@@ -59,11 +59,9 @@ class _Compared(DeterministicForward):
         self._off: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def off_course(self, tensors: list[Tensor]) -> bool:
-        """Return True if tensors depend on rows that the data has picked."""
         return any(x in self._off for x in tensors)
 
     def note_course(self, func: Function, args: Any, result: Any, *, off: bool) -> None:
-        """Count a call, or mark its outputs as off the common course."""
         outputs = outputs_of(result)
         if not off and _counts(result):
             self.count += 1
@@ -75,7 +73,7 @@ class _Compared(DeterministicForward):
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return the result of a call within torch.vmap, made on whole tensors, as a tuple; None if not needed."""
+        """Return a call within torch.vmap, made on whole tensors, as a tuple; None if not needed."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -87,7 +85,7 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Return False for a call that only reads a shape, dtype or number; loops make any number of them."""
+    """Loops read any number of shapes, dtypes and numbers."""
     return result is None or bool(outputs_of(result))
 
 
@@ -101,7 +99,6 @@ class _FirstRun(_Compared):
         self.values: dict[int, list[Tensor]] = {}
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call and note its shapes."""
         if Passthrough.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
@@ -124,7 +121,7 @@ class _FirstRun(_Compared):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The call on the common course that made a tensor, and the tensor's batch dimension."""
+    """The call that made a tensor."""
 
     position: int
     seen_at: int
@@ -133,7 +130,7 @@ class _Made:
 
 
 class _SecondRun(_Compared):
-    """Compares every call with the first run's; notes the layout of calls that use parameters."""
+    """Notes the layout of calls that use parameters."""
 
     def __init__(
         self,
@@ -149,11 +146,10 @@ class _SecondRun(_Compared):
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._silent: int | None = 0  # see Doubt.silent
         self.apart = False
-        """True if a call had other arguments than in the first run, such as one per sample."""
+        """True if a call had other arguments than in the first run."""
         self.routing = Routing(sizes[1], self._holds_samples, exchange)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run the call and note its layout."""
         if Passthrough.on or func in COMPOSITES:
             return super().__torch_function__(func, types, args, kwargs)
         func, args = canonical(func, args)
@@ -209,7 +205,6 @@ class _SecondRun(_Compared):
                 self.made[x] = _Made(position, len(inputs) + i, axis, flattened)
 
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
-        """Return True if `dim` of `x` holds all samples; note it in the layout, for routes."""
         made = self.made.get(x)
         if made is None:
             return False
@@ -307,10 +302,8 @@ def find_layout(
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `rows_per_unit`: adjacent rows of a sample in the model's inputs. `verified`: verification follows. `exchange`: the
-    ranks that send each other rows.
-
-    Raises BatchLayoutError where samples meet each other, or where the model's course depends on the batch size.
+    `rows_per_unit`: adjacent rows of a sample in the inputs. `verified`: verification follows. Raises BatchLayoutError
+    where samples meet each other, or where the model's course depends on the batch size.
     """
     first = _FirstRun()
     with first:

@@ -1,8 +1,7 @@
-"""The order of rows flattened into the batch: a sample's are side by side ([B, k]) or one batch apart ([k, B]).
+"""The order of rows flattened into the batch: [B, k], a sample's side by side, or [k, B], one batch apart.
 
-If a sample is a unit of K input rows, these may stay side by side. Others are one batch apart: [k / K, B, K]. Shapes do
-not distinguish the orders; values do. Both runs begin with the same samples, so under the right order their rows are
-equal in both runs. An order is the number of adjacent rows, as in BatchAxis.
+Units of K input rows may have [k / K, B, K]. Under the right order, the rows of the samples that both runs share are
+equal. An order is the number of adjacent rows, as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ from dpshard.records import as_real
 from dpshard.rules.call import BatchAxis
 
 ROWS: CallKey = ("an index along dimension 0",)
-"""Key where a route begins: there is no layout, but the order must be [B, k]."""
+"""Where a route begins, the order must be [B, k]."""
 
 _SAME = 0.1
-"""Largest relative difference of the same rows in two runs, for half precision."""
+"""Largest relative difference of equal rows, for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,19 +29,19 @@ class Doubt:
 
     key: CallKey
     place: int
-    """Place in that call's layout: inputs, then the output."""
+    """Inputs, then the output."""
     dim: int
     value: Tensor
-    """The tensor in the second run."""
+    """In the second run."""
     seen_at: int
-    """Place of the tensor in the first run's call, perhaps the one that made it."""
+    """In the first run's call."""
     rows: CallKey | None = None
-    """The key under which a layout holds whether a route may begin here."""
+    """Key of the answer if a route may begin here."""
     silent: int | None = 0
     """Where the tensor is this number, the call has no gradient: 0 of a factor, the padding_idx of a table."""
 
     def shows_in_gradients(self) -> bool:
-        """Return True if verification shows the order: the call has a gradient somewhere."""
+        """Return True if verification shows the order."""
         if isinstance(self.value, FakeTensor):
             return False
         return self.silent is None or bool((self.value != self.silent).any())
@@ -59,9 +58,8 @@ def settle(
 ) -> None:
     """Write the row order of flattened dimensions into `layout`.
 
-    The keys of `doubts` and `values`, the tensors of the first run, are positions of calls on the common course.
-    `sizes` are the numbers of samples of the two runs, each with `rows_per_unit` rows in the inputs. `verified`:
-    gradients are compared later, so if values leave the order open, it may be that of the inputs.
+    Keys of `doubts` and `values`, the first run's tensors, are positions of calls. `sizes`: samples of the runs.
+    `verified`: gradients are compared later, so an open order may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []
@@ -75,13 +73,13 @@ def settle(
                     f"{describe(doubt.key)} is called with the rows of the samples in different orders; call two "
                     f"modules, one for each order."
                 )
-    as_given = set(settled.values()) <= {0, rows_per_unit}  # the rows of a unit are adjacent wherever values tell
+    as_given = set(settled.values()) <= {0, rows_per_unit}  # a unit's rows are adjacent wherever values tell
     for doubt in undecided:
         if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
             layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Verification can tell the order of equal rows (positions), unless no row has a gradient yet.
+        # Verification tells the order of equal rows (positions), unless no row has a gradient yet.
         if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
@@ -119,7 +117,7 @@ def _adjacent_rows(
             f"nor one batch apart ([k, B]). Put the samples first before you flatten."
         )
     if verified and fitting == [1, rows_per_unit]:
-        fitting = [rows_per_unit]  # all units are equal (copies of one sample): their rows lie as those of the inputs
+        fitting = [rows_per_unit]  # all units are equal, so their rows lie as those of the inputs
     if len(fitting) > 1:
         return None
     if fitting != [0] and doubt.key == ROWS:
@@ -131,12 +129,12 @@ def _adjacent_rows(
 
 
 def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
-    """Return an order for rows that are all equal: that of other calls of the kind, or of other arguments."""
+    """Return an order for equal rows, from like calls or arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
-        return max(orders, default=0)  # it has no values, and nobody reads sums of such steps: any order will do
+        return max(orders, default=0)  # without values, any order will do
     if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "

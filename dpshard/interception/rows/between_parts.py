@@ -1,8 +1,7 @@
-"""Refuse computations between two forwards of one micro-batch that may mix rows, because they are not verified.
+"""Refuse unverified computations between two forwards of one micro-batch that may mix rows.
 
-A later forward may get outputs of an earlier one, or row-by-row functions of them. These are elementwise functions,
-picks and means within a row. Other inputs must not depend on earlier outputs. Autograd's graph shows this, except for
-detached values.
+A later forward may get row-by-row functions of an earlier one's outputs. Other inputs must not depend on these.
+Autograd's graph shows this, except for detached values.
 """
 
 from __future__ import annotations
@@ -19,27 +18,27 @@ _OF_ELEMENTS = frozenset(
     "Tanh Relu Gelu Silu Sigmoid LeakyRelu Elu Hardtanh Hardswish Softplus Mish Neg Exp Log Abs Sqrt Sin Cos ClampMin "
     "Alias ToCopy Clone NativeDropout".split()
 )
-"""Elementwise functions of one tensor."""
+"""Of one tensor."""
 _OF_PAIRS = frozenset("Add Sub Mul Div".split())
-"""Elementwise functions of two tensors."""
+"""Of two tensors."""
 _WITHIN_ROWS = frozenset(
     "View UnsafeView ReshapeAlias Expand Select Slice Mean Sum Softmax LogSoftmax LinalgVectorNorm Unsqueeze Squeeze "
     "Transpose NativeLayerNorm".split()
 )
-"""Functions of one tensor that keep rows apart except along dimension 0."""
+"""Keep rows apart except along dimension 0."""
 _JOINED = frozenset("Cat Stack".split())
-"""Functions of several tensors that keep rows apart except along dimension 0."""
+"""The same, of several tensors."""
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
 )
 """Identities by which torch and DeepSpeed notice backward."""
 _OF_PARAMETERS = frozenset("_Tap _RegionTap Slot Anchor _Cut".split())
-"""Nodes of dpshard, which depend on parameters."""
+"""Nodes of dpshard."""
 
 
 def outputs_in_graph(leaves: Iterable[Any]) -> list[Any]:
-    """Return the graph nodes of these tensors, and of tensors in attributes of objects among them."""
+    """Return the graph nodes of tensors, and of tensors in objects' attributes."""
     tensors = [y for x in leaves for y in ([x] if isinstance(x, Tensor) else getattr(x, "__dict__", {}).values())]
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 
@@ -71,7 +70,6 @@ def _name(node: Any) -> str:
 
 
 def _keeps_rows(x: Tensor, made: set[Any], rows: int) -> bool:
-    """Return True if `x` follows from `made` with rows kept apart, by autograd's graph."""
     waiting: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr)]
     seen = set(waiting)
     while waiting:
@@ -101,7 +99,7 @@ def _is_rowwise(node: Any, name: str, rows: int) -> bool:
     operands = [tuple(x._input_metadata[place].shape) for x, place in node.next_functions if x is not None]
     if name in _OF_ELEMENTS:
         return len(node.next_functions) == 1
-    if name in _OF_PAIRS:  # a tensor of fewer dimensions would be one row for all
+    if name in _OF_PAIRS:  # one of fewer dimensions is one row for all
         return len(operands) == 2 and all(len(x) == len(shape) and x[0] == rows for x in operands)
     if name in _JOINED:
         return 0 not in _dims(node._saved_dim, len(shape))
@@ -111,7 +109,6 @@ def _is_rowwise(node: Any, name: str, rows: int) -> bool:
 
 
 def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool:
-    """Return True if a function of one tensor of this size keeps dimension 0."""
     if name == "Unsqueeze":
         return 0 not in _dims(node._saved_dim, len(size) + 1)
     if not size or size[0] != rows:
@@ -127,13 +124,12 @@ def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool
 
 
 def _dims(saved: Any, count: int) -> list[int]:
-    """Return the dimensions, of `count`, that a node has saved; autograd shows negative ones as unsigned."""
+    """Autograd shows negative dimensions as unsigned."""
     dims = list(saved) if isinstance(saved, (tuple, list)) else [saved]
     return [(d - 2**64 if d >= 2**63 else d) % count for d in dims]
 
 
 def _depends(node: Any, made: set[Any]) -> bool:
-    """Return True if `node` follows from `made`, or from parameters of the engine."""
     seen, waiting = {node}, [node]
     while waiting:
         node = waiting.pop()

@@ -10,17 +10,17 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25
-"""Relative difference between norms of equal rows, far above rounding in half precision."""
+"""Between norms of equal rows; far above rounding in half precision."""
 SMALL = 0.05
-"""Share of the threshold below which a contribution may be rounding."""
+"""Share of the threshold that may be rounding."""
 NOTHING = 1e-6
-"""Share of the sample's norm below which a copy has no gradient: masks shrink it so far, dropout does not."""
+"""Share of the sample's norm that a mask, but no dropout, makes of a copy's."""
 
 
 class Copies:
     """Compares norms in a padded micro-batch; its first `samples` rows are samples.
 
-    `mean`: losses are means over rows; a sum may omit padding.
+    If losses are sums (not `mean`), they may omit padding.
     """
 
     def __init__(self, samples: int, *, mean: bool) -> None:
@@ -30,12 +30,12 @@ class Copies:
         self._states: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
-        """Note the generators' states at the first forward, on `device`."""
+        """Note the generators' states."""
         if not self._states:
             self._states, self._device = _random_states(device), device
 
     def random(self) -> bool:
-        """Return True if random numbers were drawn since `begin`: copies may have other dropout."""
+        """Return True if random numbers were drawn: copies may have other dropout."""
         now = _random_states(self._device)
         return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
 
@@ -68,7 +68,7 @@ class Copies:
 
 
 def _random_states(device: torch.device) -> list[Tensor]:
-    """Return the states of torch's generators; reading numpy's and Python's takes longer than a small layer."""
+    # Reading numpy's and Python's states is slow.
     host = torch.get_rng_state()
     if device.type == "cpu":
         return [host]

@@ -1,9 +1,8 @@
-"""Findings against a logical batch, noted when seen, and raised before the noise at the latest.
+"""Findings against a logical batch, raised before the noise at the latest.
 
 [Note: When a doubt raises]
-To read a flag, the host waits for its accelerator. A rank that raises by itself leaves the others in a collective.
-So only a single process on a CPU raises at once, with a traceback to the cause. Otherwise flags stay on their device
-until the release, which waits anyway; all ranks then learn the findings of each.
+A rank that raises by itself leaves the others in a collective, and reading a flag waits for the accelerator. So only a
+single process on a CPU raises at once; otherwise ranks share the flags at the release.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ _UNPADDED = "or call engine.batches(..., pad=False): its last micro-batches have
 
 
 class Doubt(Enum):
-    """A finding; its value is the text of the error."""
+    """Values are texts of errors."""
 
     FILLER = (
         f"The padding rows of a micro-batch are copies of its last sample, but they reached the model with other "
@@ -79,14 +78,14 @@ class Doubt(Enum):
 
 
 class Doubts:
-    """Doubts about one logical batch; see [Note: When a doubt raises]."""
+    """Doubts about one logical batch."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         self._flags: list[tuple[Doubt, Tensor]] = []
 
     def note(self, doubt: Doubt, flag: Tensor, *, wait: bool = False) -> None:
-        """Note the finding `flag` (bool []); LogicalBatchError at once if possible and not `wait`."""
+        """Note a finding (bool []); LogicalBatchError at once if possible and not `wait`."""
         if self._at_once and not wait and flag.device.type == "cpu":
             if bool(flag):
                 raise LogicalBatchError(doubt.value)
@@ -94,7 +93,7 @@ class Doubts:
         self._flags.append((doubt, flag))
 
     def flags(self, device: torch.device) -> Tensor:
-        """Return the findings, int64 [kinds of doubt], on `device`."""
+        """Return the findings, int64 [kinds of doubt]."""
         if not self._flags:
             return torch.zeros(len(Doubt), dtype=torch.int64, device=device)
         blank = torch.zeros((), dtype=torch.bool, device=device)
@@ -104,6 +103,6 @@ class Doubts:
     @staticmethod
     def refuse(found: Sequence[int]) -> None:
         """Raise LogicalBatchError for the first doubt `found`."""
-        for doubt, flag in zip(Doubt, found, strict=False):  # `found` is empty if nothing was noted
+        for doubt, flag in zip(Doubt, found, strict=False):  # empty if nothing was noted
             if flag:
                 raise LogicalBatchError(doubt.value)

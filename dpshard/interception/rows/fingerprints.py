@@ -9,22 +9,22 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-"""Most elements of a row that count, evenly spaced; a permutation of rows permutes every element."""
+"""Most elements of a row that count."""
 
 MANY = 16
-"""With so many different rows a match in another order is never chance: 16! / 16^16 is 1e-6."""
+"""So many different rows are not reordered by chance: 16! / 16^16 is 1e-6."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio
 _MIX_AGAIN = -4658895280553007687
 
 Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
-"""Dtype, device and shape of a row; only rows of one kind are compared."""
+"""Dtype, device and shape of a row."""
 
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of one tensor along `dim`; hashes are computed on demand."""
+    """The rows of a tensor along `dim`."""
 
     tensor: Tensor
     dim: int
@@ -36,18 +36,18 @@ class Rows:
         return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
 
     def light(self) -> Rows:
-        """Return the same rows, without a reference to a tensor of more than WIDTH elements a row."""
+        """Return the rows without a reference to a large tensor."""
         small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
         return self if small else Rows(self.sampled.clone(), 0, self.kind)
 
     @property
     def counts(self) -> bool:
-        """True if a few rows show an order; single integers may match by chance."""
+        """True if a few rows show an order; single integers match by chance."""
         return self.tensor.is_floating_point() or self.tensor.numel() > self.tensor.shape[self.dim]
 
     @cached_property
     def sampled(self) -> Tensor:
-        """Evenly spaced elements, at most WIDTH of each row; a view, rows first."""
+        """At most WIDTH evenly spaced elements of each row; a view, rows first."""
         x = self.tensor.detach().movedim(self.dim, 0)
         while (row := x[:1].numel()) > WIDTH:
             longest = max(range(1, x.dim()), key=lambda d: x.shape[d])
@@ -57,12 +57,12 @@ class Rows:
 
     @cached_property
     def checksum(self) -> int:
-        """Sum of bits, the same for any order of rows; for tensors on the host."""
+        """Sum of bits in any order of rows; for tensors on the host."""
         return int(_words(self.sampled).sum())
 
     @cached_property
     def hash_B(self) -> Tensor:
-        """Hash of each row, int64, from the bits and places of its elements."""
+        """Hash of each row, int64."""
         words = _words(self.sampled).long()
         words = words.reshape(len(words), words[:1].numel())
         return mixed(words + torch.arange(words.shape[1], device=words.device) * _MIX).sum(1)
@@ -79,13 +79,13 @@ class Rows:
         return (ordered_B[1:] != ordered_B[:-1]).sum()
 
     def hash_of_units(self, rows_per_unit: int) -> Tensor:
-        """Return a hash of the rows of each unit in whatever order, int64 [units]."""
+        """Return a hash of the rows of each unit in any order, int64 [units]."""
         return self.hash_B if rows_per_unit == 1 else mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
         """Return True (bool []) if these rows are those of one of `others` in another order than in any, or None.
 
-        All are of one kind. The order within a unit does not count: its rows are clipped as one.
+        The order within a unit does not count.
         """
         if any(self.tensor is other.tensor for other in others):
             return None
@@ -113,7 +113,7 @@ def mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors that were seen before, with one row per sample, or `rows_per_unit`."""
+    """Tensors that were seen before."""
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
@@ -126,8 +126,8 @@ class Seen:
     def reordered(self, inputs: list[Rows]) -> Tensor | None:
         """Return True (bool []) if `inputs` hold seen rows in another order; None if surely not.
 
-        A few rows of numbers may match by chance, such as time steps of a sequence. So with fewer than MANY different
-        rows, every input must be reordered, except inputs of equal rows or single integers.
+        Fewer than MANY different rows may match by chance. Then every input must be reordered, except inputs of equal
+        rows or single integers.
         """
         moved = [rows.reorder(self._rows.get(rows.kind, []), self._rows_per_unit) for rows in inputs]
         found = [flag for flag in moved if flag is not None]
@@ -138,7 +138,7 @@ class Seen:
         some, all_ = by_many, ~by_many
         for rows, flag in zip(inputs, moved, strict=True):
             if rows.tensor.device.type == "cpu" and device.type != "cpu":
-                continue  # comparing its hashes is not worth a transfer
+                continue  # its hashes are not worth a transfer
             moves, changes = by_many & False if flag is None else flag, rows.changes
             by_many = by_many | (moves & (changes >= MANY - 1))
             if rows.counts:

@@ -1,8 +1,4 @@
-"""Compare rows bit by bit with those given to a loop: find one sample in two rows, and swapped dimensions.
-
-Without padding, rows may change order. Rows that the loop has changed are not checked. A function of one row looks like
-a function of several (docs/privacy-model.md).
-"""
+"""Compare rows bit by bit with those given to a loop, which may reorder them without padding."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ from torch import Tensor
 from dpshard.interception.rows.fingerprints import MANY, Rows
 
 CONTINUOUS = 3
-"""Fewest fractional numbers in a row of floats; with fewer, rows may match by chance."""
+"""Fewest fractional numbers in a row that does not match by chance."""
 NARROW = 8
 """Elements of a row that are compared first."""
 
@@ -45,7 +41,6 @@ def transposed(x: Rows, handed: Tensor) -> Tensor | None:
 
 
 def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
-    """Return True, bool [B], for rows in `handed` that occur more often in `rows`."""
     hash_B = Rows.of(rows, 0).hash_B
 
     def count(among_B: Tensor) -> Tensor:
@@ -57,7 +52,7 @@ def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
 
 
 def _tell_apart(rows: Tensor) -> Tensor:
-    """Return True, bool [B], for rows that do not match by chance, as rows of a few categories do."""
+    """Return False, bool [B], for rows that may match by chance."""
     changes_B = (rows[:, 1:] != rows[:, :-1]).sum(1)
     if not rows.is_floating_point():
         return changes_B >= MANY

@@ -1,11 +1,11 @@
-"""Checks that row i of a micro-batch remains row i of its samples between forwards.
+"""Checks that row i of a micro-batch remains row i between forwards.
 
 [Note: Rows are samples by their number]
-All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop may break this: it sorts rows
-by length, shuffles them, or takes rows from elsewhere. The engine does not see the loop, but it sees evidence:
-- rows of a unit are adjacent, also on full micro-batches: units come in the order of the batch;
-- padding rows are copies of the last sample. In every input of every forward they still equal it, except for rounding
-  and dropout of another part of the model;
+On the tape that all forwards of a micro-batch share, row i is sample i, or padding. A loop that sorts, shuffles or
+replaces rows breaks this. The engine sees only evidence:
+
+- rows of a unit are adjacent;
+- padding rows equal the last sample in every input, except for rounding and dropout of another part of the model;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
@@ -34,14 +34,11 @@ from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 
 ROUNDING = {True: 1e-4, False: 0.05}
-"""Rounding relative to the largest element of a row; the key is True for more than half precision.
-
-Products round equal rows differently, by their place in the batch.
-"""
+"""Relative to the largest element of a row; True for more than half precision."""
 
 
 class RowIdentity:
-    """Watches the rows of one micro-batch; see [Note: Rows are samples by their number].
+    """Watches the rows of one micro-batch.
 
     `data`: the batch that was handed out. `mean`: losses are means over rows.
     """
@@ -51,12 +48,11 @@ class RowIdentity:
         self.rows = len(plan.indices) * plan.rows_per_unit
         padded = 0 < plan.samples < len(plan.indices)
         self.copies = Copies(self.samples, mean=mean) if padded else None
-        """Norms of the copies, if there are samples and padding."""
         self._doubts = doubts
         self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen(self._rows_per_unit)
-        self._inputs: list[Run] = []  # inputs and output of the first forward, read if there is a second
+        self._inputs: list[Run] = []  # of the first forward, read if there is a second
         self._outputs: list[Rows] = []
         self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
@@ -65,7 +61,7 @@ class RowIdentity:
         """Check the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
         self._forwards += 1
         if self.samples == 0:
-            return  # it contributes nothing
+            return
         if self._forwards > 1 and self.samples > 1:
             refuse_between((x for x in run.given if isinstance(x, Tensor)), self._graph, rows=self.rows)
         if self._forwards == 1:
@@ -83,10 +79,10 @@ class RowIdentity:
                 self._require_order_of_forwards(inputs)
 
     def read(self, run: Run) -> None:
-        """Do nothing: inputs were checked when the forward began."""
+        """Do nothing."""
 
     def leave(self, output: Any) -> None:
-        """Note the outputs of a forward, which another may get."""
+        """Note the outputs of a forward."""
         if self.samples < 2:
             return
         leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
@@ -115,7 +111,7 @@ class RowIdentity:
         handed: list[Rows] = []
         for device in {rows.tensor.device for rows in inputs}:
             if device.type != "cpu" and not self._on_accelerators:
-                continue  # a transfer, and hashes, for every micro-batch
+                continue  # a transfer, and hashes
             handed += [
                 Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0)
                 for x in tensors_within(self._data)
@@ -148,9 +144,9 @@ class RowIdentity:
 
 
 def _other_rows(filler: Tensor, copies: Tensor, dim: int) -> Tensor:
-    """Return True if copies [m, ...] of a unit have other rows, in any order. Rows are dimension 1 + `dim`.
+    """Return True if copies [m, ...] of a unit have other rows, in any order; rows are dimension 1 + `dim`.
 
-    Each row is projected on one random direction: equal rows agree, and others do not.
+    A projection on one random direction tells rows apart.
     """
     wide = torch.complex128 if filler.is_complex() else torch.float64
     rows = [
@@ -168,14 +164,13 @@ def _inputs_of(run: Run) -> list[Rows]:
 
 
 def _is_plain(x: Any) -> bool:
-    """Return True if the rows of `x` are plain memory, not parts or lists."""
     return (
         isinstance(x, Tensor) and x.layout is torch.strided and not x.is_nested and not hasattr(x, "__tensor_flatten__")
     )
 
 
 def tensors_within(data: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch: in tuples, lists, mappings and dataclasses."""
+    """Yield the tensors of a batch."""
     if isinstance(data, Tensor):
         yield data
     elif isinstance(data, Mapping):

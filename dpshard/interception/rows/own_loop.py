@@ -1,7 +1,6 @@
 """Fingerprints of the rows in a user's own loop, to identify the samples.
 
-A sample is one row, or unit of rows, of all inputs of a forward together. Labels outside the model do not count. Rows
-are compared by at most WIDTH elements of each input, evenly spaced.
+A sample is one row, or unit of rows, of all inputs of a forward together.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from dpshard.interception.run import Run
 
 
 class OwnLoopRows:
-    """The samples fed since the last release, each once, because each forward brings other samples."""
+    """The samples fed since the last release, each once."""
 
     def __init__(self) -> None:
         self._fed: list[Tensor] = []
 
     def enter(self, run: Run) -> None:
-        """Do nothing: it is not known yet which inputs carry samples."""
+        """Do nothing: inputs that carry samples are unknown."""
 
     def read(self, run: Run) -> None:
-        """Add the samples of a forward. A mask [T, T] with T = B would change a sample from place to place."""
+        """Add the samples. A mask [T, T] with T = B would change a sample from place to place."""
         hash_B = torch.zeros((), dtype=torch.int64)
         for place, (x, dim) in enumerate(run.carrying()):
             of_x = Rows.of(x, dim).hash_of_units(run.rows_per_unit)
@@ -33,12 +32,12 @@ class OwnLoopRows:
         self._fed.append(hash_B)
 
     def leave(self, output: Any) -> None:
-        """Do nothing: outputs do not tell samples apart."""
+        """Do nothing."""
 
     def fingerprints(self) -> Tensor:
         """Return the hash of every sample, int64 [n]."""
         return torch.cat(self._fed) if self._fed else torch.zeros(0, dtype=torch.int64)
 
     def clear(self) -> None:
-        """Begin anew, after a release or a restart."""
+        """Begin anew."""
         self._fed.clear()

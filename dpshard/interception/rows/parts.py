@@ -1,7 +1,6 @@
 """Rows of a micro-batch that a schedule hands over in parts: together they must be its samples, in order.
 
-A part knows only its own rows. A loop may reverse a padded micro-batch. Then copies of the last sample reach a part
-without padding, and its samples a part that is all padding.
+In a reversed micro-batch, copies reach a part without padding, and samples one that is all padding.
 """
 
 from __future__ import annotations
@@ -20,15 +19,14 @@ from dpshard.sampling import MicroBatchPlan
 
 
 class Together:
-    """Takes the inputs of each part of one micro-batch, and checks them together at the last one."""
+    """Checks the inputs of all parts of a micro-batch together, at the last one."""
 
     def __init__(self, plan: MicroBatchPlan, data: Any, count: int) -> None:
-        """Take the plan of the whole micro-batch, its `data`, and the number of parts."""
         self._plan, self._data, self._count = plan, data, count
         self._runs: dict[int, Run] = {}
 
     def add(self, index: int, run: Run, doubts: Doubts, *, mean: bool) -> None:
-        """Take the inputs of part `index`; LogicalBatchError if all inputs are there and are not the samples."""
+        """Take the inputs of part `index`; LogicalBatchError if all together are not the samples."""
         self._runs[index] = run
         if len(self._runs) == self._count:
             RowIdentity(self._plan, self._data, doubts, mean=mean).enter(
@@ -38,7 +36,7 @@ class Together:
 
 
 class PartIdentity(RowIdentity):
-    """Watches the rows of part `index` of a micro-batch, alone and among the other parts."""
+    """Watches part `index` of a micro-batch, alone and among the others."""
 
     def __init__(
         self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool, index: int, together: Together
@@ -53,7 +51,7 @@ class PartIdentity(RowIdentity):
 
 
 def _joined(runs: Sequence[Run]) -> Run:
-    """Return one call with the inputs of all; an input without samples in one of them has none."""
+    """Join the inputs; one without samples in a part has none."""
     first = runs[0]
     dims = tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*(run.dims for run in runs), strict=True))
     given = list(first.given)
