@@ -1,7 +1,7 @@
 """Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
 
 [Note: Tokens as rows]
-Rules treat each of the N = R * T tokens of a stream as a sample with one position: [R, T, ...] becomes [N, 1, ...], and
+Rules treat each of the N = R * T tokens of a stream as a sample with one position. [R, T, ...] becomes [N, 1, ...], and
 the output goes back. `records.Owners` then assigns the N rows to their units. Only shapes tell where tokens are. So the
 engine always compares packed units with each unit alone (verification/packed.py).
 """
