@@ -1,9 +1,6 @@
 """Privacy accounting: releases, their ledger, their epsilon, and calibration.
 
-`releases.py`, `mechanism.py`, `courses.py`: the facts. `composition.py`, `convolution.py`, `mixtures.py`, `bounds.py`:
-the mathematics. `calibration.py`: the noise for an epsilon. `ledger.py`, `copies.py`, `history.py`, `budget.py`: a
-run. `search.py`: a search over many runs. Imports no torch, and dp-accounting only when needed. Begin with
-`releases.py`.
+Imports no torch, and dp-accounting only when needed. Begin with `releases.py`.
 """
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of

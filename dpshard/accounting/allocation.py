@@ -1,27 +1,17 @@
 """Privacy losses of random allocation: every sample is in one random step of each epoch.
 
 [Note: The pair of random allocation]
-An epoch has T steps. Each sample is in step I, uniform on 0, ..., T - 1 and independent of the other samples. Compare a
-sample with one that contributes zero, its neighbour; fix the steps of all others. Let g_t, |g_t| <= R, be what the
-sample would contribute at step t; it may depend on all earlier releases. Take units of R, and noise of standard
-deviation sigma. Draw x from Q = N(0, sigma^2 I_T), or from P, which adds 1 to coordinate I. Release s_t + g_t x_t + e_t
-at step t, with e_t ~ N(0, sigma^2 (1 - g_t g_t^T)). Given the past, this is N(s_t, sigma^2) under Q, and under P it is
-N(s_t + g_t, sigma^2) at step I. So the releases are one randomised function of x, and the pair (P, Q) dominates both
-directions. This holds for adaptive g_t and s_t as well. It holds for every allocation of the others, hence for their
-mixture. (Feldman and Shenfeld 2025, arXiv:2502.08202, and Chua et al. 2024, arXiv:2412.16802, have the same pair.)
-Epochs draw independently, so they compose. The first n steps of an epoch are a part of its releases. Their pair adds 1
-to coordinate I if I < n.
+Take an epoch of T steps and units of R. Let Q be N(0, sigma^2 I_T); P adds 1 to coordinate I, uniform on the steps. (P,
+Q) dominates both directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025,
+arXiv:2502.08202). In its first n steps, P adds 1 only if I < n.
 
 [Note: Convex order]
-Let A = dP/dQ. Both hockey sticks are means under Q of convex functions of A, (A - e^eps)+ and (1 - e^eps A)+. Under Q,
-A is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2), with mean 1 each. Move the mass of a value
-to its two neighbours on a grid, so that its mean stays. This can only raise means of convex functions, also after
-adding independent variables. So grids give a pair (P', Q') that dominates (P, Q). 2 log2(T) sums of independent
-variables on grids give the distribution of A. Grids are uniform in log A, and no finer than A is spread.
+Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey sticks are
+means of convex functions of A. Moving mass to its two neighbours on a grid, with the same mean, only raises these. So
+grids of log A, no finer than A is spread, give a dominating pair after 2 log2(T) sums.
 
-Masses are kept under Q and under P. Under P, the mass of a value a is a times that under Q. Mass that is cut off counts
-as an infinite loss: at most TAIL at each end of each grid. A sums over a tree of 2 T nodes, so it is less than 8 T TAIL
-in all. All terms are positive, so the rounding of masses is relative: about T 2^-52, the leaves' included.
+Mass that is cut off counts as an infinite loss: at most TAIL at each end of each grid. A sums over a tree of 2 T nodes,
+so it is less than 8 T TAIL in all. All terms are positive, so masses are rounded relatively, by about T 2^-52.
 """
 
 from __future__ import annotations
@@ -42,35 +32,35 @@ Masses = NDArray[np.float64]
 TAIL = 1e-20
 """Mass that is cut off at each end of a grid."""
 ROUNDING = 1e-6
-"""Bound on the relative rounding of masses, for any T up to 2^30."""
+"""Bound on the relative rounding of masses, for T up to 2^30."""
 FINENESS = 0.05
-"""Grid interval over the standard deviation of log A, at most."""
+"""Largest grid interval over the standard deviation of log A."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ratio:
-    """Distribution of a ratio A of mean 1, on the grid log A = interval * (first + i)."""
+    """A ratio A of mean 1, on the grid log A = interval * (first + i)."""
 
     interval: float
     first: int
     under_q: Masses
-    """Masses [n]; what is missing to 1 has A = 0."""
+    """Masses [n]; the rest has A = 0."""
     under_p: Masses
-    """Masses [n], A times `under_q`; what is missing to 1 has infinite A."""
+    """A times `under_q` [n]; the rest has infinite A."""
 
     @property
     def logs(self) -> Masses:
-        """Log A [n]."""
+        """Return log A [n]."""
         return np.float64(self.interval) * np.arange(self.first, self.first + len(self.under_q), dtype=np.float64)
 
     def cut(self) -> Ratio:
-        """Return it without tails of mass TAIL: the lower one under Q, the upper one under P."""
+        """Cut off tails of mass TAIL: the lower one under Q, the upper one under P."""
         start = int(np.searchsorted(np.cumsum(self.under_q), TAIL))
         stop = len(self.under_p) - int(np.searchsorted(np.cumsum(self.under_p[::-1]), TAIL))
         return Ratio(self.interval, self.first + start, self.under_q[start:stop], self.under_p[start:stop])
 
     def on(self, interval: float) -> Ratio:
-        """Return it on another grid, with every mean kept; see [Note: Convex order]."""
+        """Move it to another grid; every mean stays."""
         if interval == self.interval:
             return self
         low, weights = _split(self.logs, interval)
@@ -84,7 +74,7 @@ class Ratio:
 
 
 def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple[int, Masses, Masses]]]:
-    """Return the grid points below values, and (shift, parts of the mass under Q, under P) for both neighbours."""
+    """Return the grid points below values, and (shift, shares of the mass under Q, under P) for both neighbours."""
     low = np.floor(logs / interval).astype(np.int64)
     above = np.clip(logs - low * interval, 0.0, interval)
     upper = np.expm1(above) / math.expm1(interval)
@@ -97,7 +87,7 @@ def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple
 def losses(
     noise_multiplier: float, epoch_steps: int, steps: int, interval: float, fineness: float = FINENESS
 ) -> PrivacyLossDistribution:
-    """Return the losses of the first `steps` steps of an epoch of `epoch_steps`, on a grid; an upper bound."""
+    """Bound the losses of the first `steps` steps of an epoch, on a grid."""
     ratio = allocation(noise_multiplier, epoch_steps, steps, fineness).on(interval)
     q, p = ratio.under_q, ratio.under_p
     last, cut_off = ratio.first + len(q) - 1, 8 * epoch_steps * TAIL
@@ -107,27 +97,27 @@ def losses(
 
 
 def interval(counts: Sequence[tuple[tuple[float, int, int], int]], grid_points: int) -> float:
-    """Return a grid interval for the composition of (arguments of `allocation`, count), of about `grid_points`."""
+    """Return a grid interval for the composition of (arguments of `allocation`, count)."""
     ratios = [(allocation(*arguments), count) for arguments, count in counts]
     finest, single = min(ratio.interval for ratio, _ in ratios), max(np.ptp(ratio.logs) for ratio, _ in ratios)
-    # The mean loss is at most log(1 + v), v the variance of A, and the variance of the loss about as much.
+    # The mean loss is at most log(1 + the variance of A), and the variance of the loss about as much.
     mean = sum(count * math.log1p(math.expm1(sigma**-2) * n / T**2) for (sigma, T, n), count in counts)
     return max(finest, (single + 2 * mean + 20 * math.sqrt(mean)) / grid_points)
 
 
 def allocation(noise_multiplier: float, epoch_steps: int, steps: int, fineness: float = FINENESS) -> Ratio:
-    """Return A of the first `steps` steps of an epoch; see [Note: Convex order]."""
+    """Return A of the first `steps` steps of an epoch."""
     ratio = mean_of(steps, noise_multiplier, fineness)
     if steps == epoch_steps:
         return ratio
-    nothing = Ratio(ratio.interval, 0, np.ones(1), np.ones(1))  # the sample is in a later step
+    nothing = Ratio(ratio.interval, 0, np.ones(1), np.ones(1))
     return _mixed(ratio, steps, nothing, epoch_steps - steps, ratio.interval)
 
 
 @lru_cache(maxsize=256)
 def mean_of(n: int, sigma: float, fineness: float) -> Ratio:
     """Return the mean of `n` independent ratios of one Gaussian release each."""
-    # The spread of log A for a log-normal of the variance of A (Fenton and Wilkinson), on powers of 2.
+    # The spread of log A for a log-normal of the variance of A (Fenton and Wilkinson).
     spread = math.sqrt(math.log1p(math.expm1(sigma**-2) / n))
     interval = 2.0 ** math.floor(math.log2(fineness * spread))
     if n == 1:
@@ -186,12 +176,10 @@ def _add(
     if most < least:
         return
     distance = np.arange(least, most + 1)
-    # The mean over A depends on the distance only.
     ratio = np.logaddexp(math.log(m), math.log(k) - distance * a.interval) - math.log(m + k)
     low, weights = _split(ratio, interval)
     edges = np.flatnonzero(np.diff(low)) + 1
     for start, stop in zip([0, *edges], [*edges, len(low)], strict=True):
-        # All B at these distances below A: index j + distance = i.
         begin = b.first + least + int(start) - a.first
         i0, i1 = max(0, begin), min(len(a.under_q), begin + len(b.under_q) + int(stop - start) - 1)
         if i1 <= i0:

@@ -120,8 +120,8 @@ def compute_bound(
 ) -> Bound:
     """Return epsilon at `target_delta` of the `releases` of a run; inf without noise.
 
-    "pld" takes the figure of "rdp" where it is smaller. With `search`, the figure is that of the search's outcome
-    (accountant "rdp" only). Warns of a delta that is too large.
+    "pld" takes the figure of "rdp" where it is smaller. With `search`, which needs "rdp", the figure is that of its
+    outcome. Warns of a delta that is too large.
     """
     require_accountant(accountant)
     require_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
@@ -135,11 +135,10 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
 
 @lru_cache(maxsize=512)
 def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
-    """Return epsilon at `delta` of all `counts` together: 0 for no release, inf without noise.
+    """Return epsilon at `delta` of `counts` together: 0 for no release, inf without noise.
 
-    `accountant` is an AccountantName or a value of DRAFTS. With `search`, `counts` are one run's, and epsilon is that
-    of the outcome. Raises ConfigurationError for an impossible delta, AccountingError for a release or a search that
-    the accountant cannot analyse.
+    `accountant` is an AccountantName or a value of DRAFTS; `search` is as in compute_bound. Raises ConfigurationError
+    for an impossible delta, AccountingError for what the accountant cannot analyse.
     """
     require_probability("delta", delta)
     if not isinstance(search, Search | None):

@@ -27,13 +27,13 @@ class Budget:
         self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier, course=self._course)
         self._history = History()
         self.allow_overspend = allow_overspend
-        """True to warn about a step over the budget instead of raising."""
+        """Warn about a step over the budget instead of raising."""
         self._warned = False
         self._warned_of_repeats = False
         self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
-        """Return the guarantee reached so far; `generator` names the source of the noise."""
+        """Return the guarantee so far; `generator` names the source of the noise."""
         mechanism = self.mechanism
         return self.ledger.statement(
             mechanism.target_delta, plan=self._plan, generator=generator, rows_per_unit=mechanism.rows_per_unit
@@ -42,7 +42,7 @@ class Budget:
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
         """Count the next step's release; return False if it was counted before.
 
-        See [Note: What a step that is taken again costs]. Over budget, raises BudgetExceededError, or warns.
+        Over budget, raises BudgetExceededError, or warns.
         """
         step = self.ledger.steps
         if self._history.contains(step, identity):
@@ -83,7 +83,7 @@ class Budget:
         return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Go to the place of a `state_dict()`; return True if all its releases are counted already.
+        """Load ledger and history; return True if all their releases are counted already.
 
         Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """
@@ -99,14 +99,13 @@ class Budget:
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
         """Count the releases after the loaded state; return the number of new ones.
 
-        `releases`: the total number of released steps; or step and identity of each release that may be missing. If
-        any other batch was the script's own, their batches count as such, too.
+        `releases`: the number of released steps, or step and identity of each release that may be missing.
         """
         before, unverified = self.ledger.releases, self.ledger.has_unverified_sampling
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
         for step, identity in [(step, None) for step in steps] if isinstance(releases, int) else releases:
             if identity is None or not self._history.contains(step, identity):
-                follows = identity is None or self._follows(identity)  # unknown ones were one run, says the caller
+                follows = identity is None or self._follows(identity)
                 self.ledger.charge(step, self.mechanism.release(step), unverified_sampling=unverified, follows=follows)
                 self._history.add(step, identity)
         return self.ledger.releases - before

@@ -18,11 +18,11 @@ from dpshard.errors import AccountingError
 M = TypeVar("M", bound=SampledMechanism)
 
 DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
-"""Quicker, looser accountants for a first phase of calibration."""
+"""Quicker, looser accountants for a first phase."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Range of calibration; below, epsilon of one step is in the hundreds."""
+"""Range of calibration; epsilon of one step at MIN_SIGMA is in the hundreds."""
 SIGMA_TOLERANCE = 1e-5
-"""Relative tolerance of a calibrated noise multiplier; it is never too small."""
+"""Relative tolerance of a noise multiplier, which is never too small."""
 MAX_STEPS = 2**24
 """Largest result of `steps_for_epsilon`."""
 
@@ -46,14 +46,13 @@ def calibrate(
 ) -> M:
     """Return `mechanism` with the smallest noise multiplier within the budget, to SIGMA_TOLERANCE.
 
-    With `search`, the budget is that of the search (accountant "rdp" only). The computed epsilon never exceeds
-    `target_epsilon`; the result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
+    The computed epsilon never exceeds `target_epsilon`; with `search`, which needs "rdp", it is that of the search. The
+    result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
     """
     require_accountant(accountant)
     require_positive("target_epsilon", target_epsilon)
     require_delta(target_delta, mechanism.sample_size)
-    # First guess by the central limit: epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), and mu^2 = v
-    # (e^(1/sigma^2) - 1), where v is the sum of q^2 over the steps.
+    # By the central limit, epsilon is about mu^2 / 2 + mu sqrt(2 log(1 / delta)), mu^2 = variance (e^(1/sigma^2) - 1).
     plan = replace(mechanism, noise_multiplier=1.0).releases()
     for release, _ in plan:
         require_supported(release, accountant)
@@ -72,7 +71,7 @@ def calibrate(
 
 
 def calibrate_release(samples: int, *, target_epsilon: float, target_delta: float) -> Release:
-    """Return one Gaussian release about all of so many samples, with the least noise within the budget."""
+    """Return one Gaussian release about so many samples, with the least noise within the budget."""
     alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
     return calibrate(alone, target_epsilon=target_epsilon, target_delta=target_delta).release(0)
 
@@ -83,7 +82,7 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
 
     @cache
     def overspend(log_sigma: float) -> float:
-        # Nearly linear; clamped, because root finders reject infinities.
+        # Clamped, because root finders reject infinities.
         return math.log(min(max(epsilon_at(math.exp(log_sigma)) / target_epsilon, 1e-3), 1e3))
 
     least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
@@ -104,7 +103,7 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
         stride = max(2 * stride, -overspend(lo))
         lo, hi = max(lo - stride, least), lo
     root = cast(float, optimize.brentq(overspend, lo, hi, xtol=SIGMA_TOLERANCE))
-    while overspend(root) > 0:  # brentq may return a root that is slightly too small
+    while overspend(root) > 0:  # brentq may return too small a root
         root = min(root + SIGMA_TOLERANCE, hi)
     return math.exp(root)
 
@@ -119,8 +118,8 @@ def steps_for_epsilon(
 ) -> int:
     """Return the largest number of steps of `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, the steps of each of its runs (accountant "rdp" only). Raises AccountingError if more than MAX_STEPS
-    fit, and for "gdp", which is not a bound.
+    With `search`, which needs "rdp", the steps of each run. Raises AccountingError for more than MAX_STEPS, and for
+    "gdp".
     """
     require_accountant(accountant)
     _require_upper_bound(accountant)

@@ -1,28 +1,21 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` computes privacy loss distributions ("pld": tight) and Renyi divergences ("rdp": quick, looser). The
-central limit approximation ("gdp") is computed here; it is not an upper bound.
-
-"pld" is composed in convolution.py, whose note bounds what rounding hides of delta. dp-accounting itself rounds losses
-pessimistically. But it composes them by a plain Fourier transform, with errors of either sign of some T 2^-53.
+`dp-accounting` computes privacy loss distributions ("pld": tight; composed in convolution.py) and Renyi divergences
+("rdp": quick, looser). The central limit approximation ("gdp") is no upper bound.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step that
-draws a sample with probability q releases M = (1 - q) Q + q P if the data contain it, else Q. (Both are shifted by the
-sum of the other samples and mixed over their draw, on which v may depend. Mixing increases no Renyi divergence.) At
-every whole order a:
-- E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l], where E_Q[(P/Q)^l] is exp(l (l - 1)
-  |v|^2 / (2 s^2)), exactly as for Gaussian noise: the remaining factor is the sum of exp(-|y - l v|^2 / (2 s^2)) over
-  Z^d, and l v is in Z^d, too. (Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 5.) It grows with |v|.
-- D_a(Q || M) <= D_a(M || Q), as Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5, prove for densities. The map
-  y -> v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs. Let u = 1 - q + q r and w = 1 - q + q / r.
-  The claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 -
-  b) / 2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w.
-  The first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, as b >= 1,
-  and t is larger for the lower interval.
-So at whole orders the Renyi divergences are at most those of the sampled Gaussian, which dp-accounting computes.
-Nothing is claimed of other orders. (a - 1) D_a is convex in a, but chords between whole orders never give a lower
-epsilon. Nor is anything claimed of privacy loss distributions: discrete noise differs between directions.
+Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step
+without a sample releases Q. One that draws it with probability q releases M = (1 - q) Q + q P. Mixing over the draw of
+the others increases no Renyi divergence. At every whole order a:
+- E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l]. The last factor is exp(l (l - 1) |v|^2 /
+  (2 s^2)), because l v is in Z^d (Canonne et al., arXiv:2004.00010). So it grows with |v|, as for Gaussian noise.
+- D_a(Q || M) <= D_a(M || Q), as for densities (Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5). The map y ->
+  v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs. Let u = 1 - q + q r and w = 1 - q + q / r. The
+  claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 - b) /
+  2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w. The
+  first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, and t is larger
+  for the lower interval. So at whole orders the Renyi divergences are at most those of the sampled Gaussian. Nothing is
+  claimed of other orders, nor of privacy loss distributions.
 """
 
 from __future__ import annotations
@@ -54,24 +47,24 @@ from dpshard.config import require_probability
 from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
-"""Sampling probabilities analysed one by one; if there are more, neighbours are merged."""
+"""Above so many sampling probabilities, neighbours are merged."""
 MERGE_RATIO = 1.05
-"""Ratio of neighbouring points of the grid of merged probabilities."""
+"""Ratio of the grid of merged probabilities."""
 GRID_POINTS = 2_000_000
-"""Rough length of the longest grid of privacy losses: its composition takes seconds and some 100 MB."""
+"""Rough length of the longest grid of privacy losses: seconds, and some 100 MB."""
 LARGEST_LOSS = 2000.0
-"""Epsilon by "pld", or mu by "gdp", above which epsilon is reported as infinite, still an upper bound."""
+"""Epsilon by "pld", or mu by "gdp", above which epsilon is reported as infinite."""
 GAUSSIAN_ERROR = 2.0**-51
-"""Error bound of delta of a single Gaussian release, a difference of two tails."""
+"""Bound on the error of delta of a Gaussian release, a difference of two tails."""
 
 ROOT_ERROR = 1e-11
-"""Error bound of a root of `gdp_epsilon`; the solver reaches 2e-12."""
+"""Bound on the error of a root of `gdp_epsilon`."""
 
 
 def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
     """Return epsilon at `delta` of noisy `counts`, and the accountant that found it.
 
-    `method` is an AccountantName, or "pld-draft", which is quicker than "pld" and looser.
+    `method` is an AccountantName, or "pld-draft", which is quicker and looser.
     """
     epsilon = _METHODS[method](counts, delta)
     compared = method == "pld" or (method == "pld-draft" and epsilon == math.inf)
@@ -83,7 +76,6 @@ def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
 
 
 def _is_plain(release: Release) -> bool:
-    """Return True for a Poisson batch of single samples without a cap."""
     return release.max_batch_size is None and release.max_rows_per_unit == 1 and release.allocated_steps is None
 
 
@@ -100,7 +92,7 @@ def _feature(module: Any, name: str) -> Any:
 
 
 def event(release: Release) -> dp_accounting.DpEvent:
-    """Return `release` as an event of dp-accounting; for discrete noise, valid only at whole Renyi orders."""
+    """Return `release` as an event of dp-accounting; for discrete noise, valid only at whole orders."""
     if release.noise_multiplier == 0:
         return dp_accounting.NonPrivateDpEvent()
     if release.max_batch_size is None:
@@ -119,10 +111,7 @@ def _truncated(release: Release) -> dict[str, Any]:
 
 
 def gdp_delta(mu: float, epsilon: float) -> float:
-    """Return the least delta at which a mu-GDP mechanism is (epsilon, delta)-DP.
-
-    Dong et al. 2019, "Gaussian differential privacy", arXiv:1905.02383, Cor. 1.
-    """
+    """Return the least delta at which a mu-GDP mechanism is (epsilon, delta)-DP; arXiv:1905.02383, Cor. 1."""
     if mu == 0:
         return 0.0
     tail = math.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
@@ -137,7 +126,7 @@ def gdp_epsilon(mu: float, delta: float) -> float:
     require_probability("delta", delta)
     if gdp_delta(mu, 0.0) <= delta:
         return 0.0
-    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # upper bound from the tail of a normal
+    most = mu**2 / 2 + mu * math.sqrt(-2 * math.log(delta))  # by the tail of a normal
     return cast(float, optimize.brentq(lambda epsilon: gdp_delta(mu, epsilon) - delta, 0.0, most))
 
 
@@ -147,7 +136,6 @@ def _gdp_epsilon(counts: Counts, delta: float) -> float:
 
 
 def _rdp_epsilon(counts: Counts, delta: float, *, whole: bool = False) -> float:
-    """Return epsilon; at `whole` orders only it is a little larger, and six times as quick."""
     orders = _orders(counts, whole=whole)
     return float(compute_epsilon_of_rdp(orders, _curve(counts, orders), delta)[0])
 
@@ -165,10 +153,7 @@ def searched(counts: Counts, delta: float, search: Search) -> float:
 
 
 def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Renyi divergences of the outcome at rising `orders` above 1, given those of one `run`.
-
-    Papernot & Steinke 2022, Theorem 2 (negative binomial) and Theorem 6 (Poisson).
-    """
+    """Return Renyi divergences of the outcome at rising `orders` above 1; arXiv:2110.03620, Theorems 2 and 6."""
     at, mean = np.asarray(orders), float(search.mean_runs)
     choice = math.log(mean) / (at - 1)
     if search.distribution == "poisson":
@@ -202,7 +187,7 @@ def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
 
 @contextmanager
 def _quiet_about_orders() -> Iterator[None]:
-    # dp-accounting warns about every order that it omits; omitting orders is sound.
+    # dp-accounting warns about every order that it omits, which is sound.
     logger, drop = logging.getLogger("absl"), _DropWarnings()
     logger.addFilter(drop)
     try:
@@ -241,7 +226,7 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
 
 
 def _exact_epsilon(counts: Counts, delta: float) -> float | None:
-    """Return epsilon of a single release of all samples (a Gaussian mechanism) in closed form; else None."""
+    """Return epsilon of a single release of all samples, a Gaussian mechanism; else None."""
     (release, count), *others = counts
     if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
         return None
@@ -250,15 +235,14 @@ def _exact_epsilon(counts: Counts, delta: float) -> float | None:
     mu = release.max_rows_per_unit / release.noise_multiplier
     if mu > LARGEST_LOSS or delta <= GAUSSIAN_ERROR:
         return math.inf
-    # Delta is a difference of tails with error below GAUSSIAN_ERROR; the root has error below ROOT_ERROR.
     return gdp_epsilon(mu, delta - GAUSSIAN_ERROR) + ROOT_ERROR
 
 
 def _merged(counts: Counts) -> Counts:
-    """Return `counts`; if more than MAX_DISTINCT are plain, with their probabilities rounded up to a grid.
+    """Round probabilities up to a grid if more than MAX_DISTINCT are plain.
 
-    This never under-states epsilon: sampling at q is sampling at q' > q with part of the batch dropped. So no
-    hockey-stick divergence is larger, by joint convexity. (A cap breaks the argument.)
+    Sampling at q is sampling at q' > q with part of the batch dropped. So no hockey-stick divergence is larger, by
+    joint convexity. A cap breaks the argument.
     """
     mergeable = {release for release, _ in counts if release.max_batch_size is None and not release.allocated_steps}
     if len(mergeable) <= MAX_DISTINCT:
@@ -275,8 +259,8 @@ def _merged(counts: Counts) -> Counts:
 def _interval(counts: Counts, delta: float) -> float | None:
     """Return the grid interval of the privacy losses; None if epsilon is beyond LARGEST_LOSS.
 
-    Any grid gives an upper bound. Take an interval of at most a fifth of the standard deviation of one step's loss.
-    Then epsilon is within 1% of that of a ten times finer grid. Below 1e-5, float rounding outweighs the gain.
+    Any grid gives an upper bound. A fifth of the standard deviation of a step's loss is within 1% of a finer one. Below
+    1e-5, float rounding outweighs the gain.
     """
     simulated = tuple((release, count) for release, count in counts if release.overlaps)
     if simulated:

@@ -1,32 +1,28 @@
 """Epsilon of composed privacy losses, by Fourier transforms whose rounding is bounded relative to delta.
 
 [Note: Tilted composition]
-A step has losses x = h j on a grid with masses p_j, and an infinite loss with mass m. The losses of all steps have the
-sum x with masses p*, the convolution of all p. Delta is at most the sum of all m, plus the sum over x > epsilon of
-(1 - exp(epsilon - x)) p*_x. A transform in doubles errs by about T 2^-53 of the *largest* masses, which may be more
-than delta. So tilt first: with q_j = p_j exp(t j - c), and c chosen so that q sums to about 1, the convolution q* has
+A step has losses x = h j on a grid with masses p_j, and an infinite loss with mass m. Let p* be the convolution of all
+p. Delta is at most the sum of all m, plus the sum over x > epsilon of (1 - exp(epsilon - x)) p*_x. A transform errs by
+a share of the *largest* masses. So tilt first: let q_j = p_j exp(t j - c), where q sums to about 1. Then exactly, for
+every t,
 
-    p*_J = q*_J exp(C - t J),    C the sum of all c,
+    p*_J = q*_J exp(C - t J),    C the sum of all c.
 
-exactly, for every t. At a good t the masses q* are largest where x is near epsilon. Then rounding is small relative to
-delta. Any t >= 0 gives a bound. Let L = 2^k be the length of the transforms, u = 2^-53, and a = 12 k u. Let w_J >= 0 be
-the factor of q*_J in delta. What the computed delta lacks at most:
-- Transforms. A frequency f of q is a sum of L terms, each rounded in k levels. A level has an addition, u, and a
-  multiplication by a twiddle factor. That errs by sqrt(5) u for the product and 4 u for the factor. So f errs by at
-  most a (sum of q). The product of powers f^n then errs by prod (|f| + a)^n times the sum of n a / (|f| + a). Its N
-  complex multiplications (by repeated squaring) add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham
-  2002, "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error
-  of q*. By Cauchy and Schwarz, delta errs by |w| E (2-norm of w over x > epsilon).
-- The window. Transforms are circular: masses outside a window of L points appear inside it. That adds to delta. Mass
-  above the window is missing: at most exp(K(s) - s * its upper end), for every s > 0. K are the log-moments of p*.
-- Relative rounding of q, w and of sums of positive terms: a factor, counted in `_Composed.relative`.
-- A step's masses, which dp-accounting rounds. Let H be a step's exact delta as a function of epsilon, and H' that of
-  the masses p. We assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: the tests compare
-  with 50 digits. (Mixtures have a larger error: [Note: An inexact edge] in mixtures.py.) Add the masses r p, moved up
-  by g + 1 grid points, with r (1 - exp(-g h)) = SINGLE_ERROR, and
-  SINGLE_ABSOLUTE of infinite loss. This measure's H is no smaller than that of the step, at grid points and between
-  them. So it dominates the step; domination survives composition for measures as for distributions, as its proof
-  only integrates H.
+Any t >= 0 gives a bound. Choose t so that q* is largest near epsilon. Let L = 2^k be the length of the transforms, u =
+2^-53, and a = 12 k u. Let w_J >= 0 be the factor of q*_J in delta. The computed delta lacks at most:
+- Transforms. A frequency f of q is rounded in k levels: u for an addition, sqrt(5) u for a product. Its twiddle factor
+  errs by 4 u. So f errs by at most a (sum of q). The product of powers f^n errs by prod (|f| + a)^n times the sum of n
+  a / (|f| + a). Its N multiplications add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham 2002,
+  "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error of q*.
+  By Cauchy and Schwarz, delta errs by |w| E over x > epsilon.
+- The window. Masses outside a window of L points appear inside it, which adds to delta. Mass above the window is at
+  most exp(K(s) - s * its upper end), for every s > 0. K are the log-moments of p*.
+- Relative rounding of q, w and of sums of positive terms: a factor, `_Composed.relative`.
+- Rounding of a step's masses. Let H be a step's exact delta as a function of epsilon, and H' that of the masses p. We
+  assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: tests compare with 50 digits. Add
+  the masses r p, moved up by g + 1 points, with r (1 - exp(-g h)) = SINGLE_ERROR. Add SINGLE_ABSOLUTE of infinite loss.
+  This measure's H is no smaller, also between grid points. So it dominates the step, and domination survives
+  composition.
 """
 
 from __future__ import annotations
@@ -47,15 +43,15 @@ from dpshard.errors import AccountingError
 Floats = NDArray[np.float64]
 
 SINGLE_ERROR = 2.0**-43
-"""Bound on the rounding of one step's delta over its mass of losses above; see [Note: Tilted composition]."""
+"""Bound on the rounding of a step's delta over its mass of losses above."""
 SINGLE_ABSOLUTE = 1e-22
-"""Bound on the rest of that rounding, where dp-accounting loses digits."""
+"""Bound on the rest of that rounding."""
 ROOT_ERROR = 1e-11
-"""Bound on the error of a root, and of grid points below 10,000, in epsilon."""
+"""Bound on the error of a root, and of grid points below 10,000."""
 LONGEST = 2**22
 """Longest transform: some 100 MB, and a second."""
 SLACK = 1e-6
-"""What the window may cost, as a share of delta."""
+"""Share of delta that the window may cost."""
 _UNIT = 2.0**-53
 _LARGEST_EXPONENT = 300.0
 _TILTS = np.geomspace(1e-3, 1e8, 300)
@@ -63,20 +59,19 @@ _TILTS = np.geomspace(1e-3, 1e8, 300)
 
 @dataclass(frozen=True, eq=False)
 class Losses:
-    """Privacy losses of one step, in one direction of neighbours, on the grid interval * (first + i)."""
+    """Privacy losses of a step, in one direction, on the grid interval * (first + i)."""
 
     interval: float
     first: int
     masses: Floats
-    """Masses [n]."""
     infinite: float
     """Mass of an infinite loss."""
     error: float = SINGLE_ERROR
-    """Bound on the rounding of delta over its mass of losses above."""
+    """See SINGLE_ERROR."""
 
     @cached_property
     def sketch(self) -> tuple[Floats, Floats]:
-        """A few thousand losses and masses of about the same moments: guides the choice of a tilt, no bound."""
+        """Return a few losses and masses of about the same moments, to guide the choice of a tilt."""
         places = np.arange(self.first, self.first + len(self.masses))
         group = np.round(64 * np.arcsinh(places / 64)).astype(np.int64)
         starts = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
@@ -91,10 +86,7 @@ class Losses:
         return most + math.log(float(np.exp(np.minimum(exponents - most, 0.0)) @ self.masses))
 
     def tilted(self, tilt: float, length: int, gap: int) -> tuple[Floats, float, float]:
-        """Return masses times exp(tilt * place - c), place modulo `length`; c; and their relative rounding.
-
-        `gap`: the g of [Note: Tilted composition].
-        """
+        """Return masses times exp(tilt * place - c), place modulo `length`; c; and their relative rounding."""
         places = np.arange(self.first, self.first + len(self.masses))
         c = self.log_moment(tilt / self.interval)
         exponents = np.where(self.masses > 0, tilt * places - c, 0.0)
@@ -103,7 +95,7 @@ class Losses:
         return tilted + self.moved(tilt, gap) * np.roll(tilted, gap + 1), c, rounding
 
     def moved(self, tilt: float, gap: int) -> float:
-        """Return the share r of masses that are moved up, times exp(tilt * (g + 1))."""
+        """Return r exp(tilt * (g + 1)), for g = `gap`."""
         return self.error / -math.expm1(-gap * self.interval) * math.exp(tilt * (gap + 1))
 
 
@@ -112,10 +104,7 @@ Steps = Sequence[tuple[Losses, int]]
 
 
 def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tuple[Losses, ...]:
-    """Return the losses of `step` for a sample that is removed, and for one that is added if they differ.
-
-    `error`: see Losses.
-    """
+    """Return the losses of `step` for a sample that is removed, and for one that is added if they differ."""
     try:
         given: Any = step
         both = (given._pmf_remove, given._pmf_add)
@@ -148,18 +137,18 @@ def epsilon(steps: Steps, delta: float) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Composed:
-    """Masses of the sum of all losses, above the first point of a window."""
+    """Masses of the sum of all losses, in a window."""
 
     losses: Floats
     """Grid points [L]."""
     factors: Floats
     """exp(C - t J) [L]."""
     tilted: Floats
-    """Computed q* [L], with errors of either sign."""
+    """Computed q* [L]."""
     error: float
-    """Bound on the 2-norm of these errors."""
+    """Bound on the 2-norm of the errors of `tilted`."""
     relative: float
-    """Bound on the log of the factor by which all other rounding lowers delta."""
+    """Bound on the log of the factor by which other rounding lowers delta."""
     above: float
     """Bound on the mass above the window."""
 
@@ -169,7 +158,6 @@ class _Composed:
 
     @cached_property
     def _norms(self) -> Floats:
-        """2-norms of `factors` from each point on."""
         return np.sqrt(np.cumsum(np.square(self.factors)[::-1])[::-1])
 
     def delta(self, epsilon: float) -> float:
@@ -182,7 +170,7 @@ class _Composed:
 
 
 def _compose(steps: Steps, tilt: float, first: int, length: int, order: float) -> _Composed:
-    """Return the composition on `length` points from `first`, tilted by exp(tilt * place)."""
+    """Return the composition on `length` points from `first`."""
     interval = steps[0][0].interval
     gap = _gap(steps[0][0], order)
     log_factor = relative = 0.0
@@ -207,15 +195,14 @@ def _compose(steps: Steps, tilt: float, first: int, length: int, order: float) -
 
 
 def _gap(losses: Losses, order: float) -> int:
-    """Return the g of [Note: Tilted composition]: far enough for few masses, too near for a tilt to raise them much."""
+    """Return g: far enough for few masses, too near for a tilt to raise them much."""
     return max(1, round(min(1.0, 1 / order) / losses.interval))
 
 
 class _Spectrum:
-    """Product of the transforms of masses, and what it errs by at most; see [Note: Tilted composition]."""
+    """Product of the transforms of masses."""
 
     def __init__(self, length: int) -> None:
-        """Begin with no step."""
         self._length = length
         self._accuracy = 12 * math.log2(length) * _UNIT
         self._product: NDArray[Any] = np.ones(length // 2 + 1, dtype=np.complex128)
@@ -238,11 +225,10 @@ class _Spectrum:
                 base *= base
 
     def masses(self) -> Floats:
-        """Return the convolution [L]."""
         return cast(Any, fft.irfft(self._product, self._length))
 
     def error(self) -> float:
-        """Return a bound on the 2-norm of the errors of `masses()`; 1.01 covers the rounding of the bound."""
+        """Bound the 2-norm of the errors of `masses()`; 1.01 covers the rounding of the bound."""
         lacking = self._sizes * (self._shares + math.expm1(math.sqrt(5) * _UNIT * self._steps))
         return 1.01 * (self._norm(lacking) + self._accuracy * self._norm(self._sizes + lacking))
 
@@ -266,7 +252,7 @@ def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
         ends = (_log_moments(steps, orders) - tilt * guess / 2 - budget) / (orders - tilt)
         best = int(np.argmin(ends))
         high = float(ends[best])
-        # Masses from below wrap to the top, where the tilt makes them small.
+        # Those from below wrap to the top, where the tilt makes them small.
         low = least if least > 0 else max(least, min(0.0, high + budget / tilt))
         length = 2 ** max(4, math.ceil(math.log2(max(high - low, interval) / interval + 2)))
         if length <= LONGEST or tilt < _TILTS[0]:

@@ -1,17 +1,13 @@
 """Released steps, the number of copies of each, and the cost of the copies.
 
 [Note: Copies of a step share their batch]
-A step that is taken again draws the same samples: its batch is a function of run secret and step. So k releases of one
-step are not k independently sampled ones: they cost more. A sample is in all of their batches or in none. Given that it
-is, it moves k sums by at most R each, even if chosen one after the other. Their noise is independent. That is one
-Gaussian mechanism of sensitivity sqrt(k) R. So copies cost what one release costs with the same sampling and noise
-multiplier sigma / sqrt(k). Discrete noise counts k times as many elements. Other steps lie between the copies, and each
-step is an interactive mechanism. Such mechanisms compose concurrently, as their dominating pairs do (Vadhan and Zhang
-2023, arXiv:2207.08335).
+A sample is in all batches of the k releases of a step or in none. It moves k sums with independent noise by at most R
+each. That is one Gaussian mechanism of sensitivity sqrt(k) R. So copies cost one release with the same sampling and
+noise multiplier sigma / sqrt(k). Discrete noise counts k times as many elements. Steps may lie between the copies,
+because interactive mechanisms compose concurrently (Vadhan and Zhang 2023, arXiv:2207.08335).
 
-A script that feeds its own batches may draw the same batch again, or another one. Then the k copies fall into groups
-with a batch each. Of the groups in order of their sizes, the i-th has at most k / i copies. So k copies are charged as
-groups of k, k // 2, ..., k // k = 1 copies, which covers every partition.
+A script that feeds its own batches may draw another batch. Then the k copies fall into groups with a batch each. The
+i-th largest has at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k copies.
 """
 
 from __future__ import annotations
@@ -29,15 +25,14 @@ from dpshard.errors import AccountingError
 
 @dataclass(slots=True)
 class Span:
-    """Consecutive steps of a run, each released once; further copies of these steps are further spans."""
+    """Consecutive steps of a run, each released once; further copies are further spans."""
 
     run: str
-    """Identity of the run: steps of runs with other secrets share no batch."""
+    """Identity of the run; other runs share no batch."""
     start: int
     stop: int
-    """The steps are [start, stop)."""
     release: Release
-    """Release of each step; `cost` requires the same in all copies of a step."""
+    """Of each step, the same in all its copies."""
     unverified_sampling: bool
     """True if the script drew the batches."""
 
@@ -74,10 +69,7 @@ def append(
 
 
 def cost(copies: Iterable[Span]) -> Counter[Release]:
-    """Return what all `copies` of one step cost; see [Note: Copies of a step share their batch].
-
-    Raises AccountingError if they are different releases.
-    """
+    """Return what all `copies` of one step cost; raise AccountingError if they are different releases."""
     copies = list(copies)
     if not copies:
         return Counter()

@@ -1,36 +1,25 @@
 """How the steps of a run compose: into a release each, into turns of a group, or into one release.
 
 [Note: Ways to sample]
-- "poisson": every step draws each sample with probability B / N. A step is a release of its own.
-- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. An order that every epoch repeats
-  has this property, with or without the last, smaller batch. So has a cyclic order. The releases of a run are W (C S +
-  Z). C S + Z is one Gaussian mechanism ([Note: A run as one Gaussian mechanism] in noise/correlation.py). Without
-  amplification by sampling, the run is one Gaussian release with the sensitivity of C under that separation.
+docs/accounting.md has the proofs.
+- "poisson": every step draws each sample with probability B / N, and is a release.
+- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. The run is one Gaussian release.
 - "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
-  probability b B / N. Columns of C at distance b share no row. So the rows of C S + Z fall into windows of b steps.
-  There is one for each of the ceil(T / b) turns of the sample's group. In each window the sample contributes with
-  probability b B / N, independently of all others. It contributes along one column of norm at most |c|. So a window is
-  a Poisson-sampled Gaussian, and the run composes them (Choquette-Choo et al. 2023, arXiv:2306.08153).
+  probability b B / N. Each of the ceil(T / b) turns is a Poisson-sampled release (arXiv:2306.08153).
+- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release. With correlated noise it is
+  the same step in all epochs, and the run is one release.
 
-- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release of its own (epochs.py). With
-  correlated noise it is the same step in all epochs, and the run is one release ([Note: The pair of correlated bins] in
-  simulation.py).
-
-Neighbours of the last three are zero-out. A sample that contributes nothing keeps its place in the order; otherwise all
-later samples would move.
+Neighbours of the last three are zero-out, because a missing sample would move all later ones.
 
 [Note: Branches of a run]
-A run may go back to an earlier state, and on from there with other sums. Its steps then are a tree. The noise z of a
-step depends on all sums on the path to it (step/chain.py). So the z of different steps are independent, also in
-different branches. Rows of C S + Z that a branch shares with others are released once. Let D_n be the sensitivity of
-the first n rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. Each row is on a path to a
-leaf. So it moves all rows together by at most the root of the sum of D_n squared over the leaves. The tree is one
-Gaussian mechanism of this sensitivity. This holds row by row, so sums may depend on earlier releases of any branch.
+A run may go back to an earlier state, and continue with other sums. Its steps then are a tree. The noise z of a step
+depends on all sums on its path (step/chain.py), so all z are independent. Let D_n be the sensitivity of the first n
+rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. So the tree is one Gaussian mechanism
+with the root of the sum of D_n squared over the leaves.
 
 A `Span` begins where a release does not follow the last one. So every leaf has at least one, which ends with that leaf
-or later. In cyclic sampling, a window with rows of k spans has at most k leaves. All branches draw the same samples. So
-it is a Poisson-sampled Gaussian with noise multiplier sigma / sqrt(k). The windows of a group do not begin at multiples
-of b. Window r lies in the steps [r b, (r + 2) b), and counts all spans there.
+or later. In cyclic sampling, a window with rows of k spans costs as with sigma / sqrt(k). Window r of a group lies in
+the steps [r b, (r + 2) b).
 """
 
 from __future__ import annotations
@@ -49,32 +38,32 @@ from dpshard.accounting.releases import SIMULATION_FAILURE, Release
 from dpshard.noise.correlation import Correlation, Series, sensitivities
 
 MOST_BINS = 2**14
-"""Steps of an epoch of CorrelatedBins, at most: with more, too few losses would be drawn."""
+"""Largest epoch of CorrelatedBins: with more steps, too few losses would be drawn."""
 
 
 class Course(Protocol):
-    """A run whose steps compose to other releases than one a step; see [Note: Ways to sample]."""
+    """A run whose steps compose to other releases than one a step."""
 
     open_ended: ClassVar[bool]
-    """True if there may be steps beyond the planned ones."""
+    """True if there may be more steps than planned."""
 
     @property
     def release(self) -> Release:
-        """Release that a step is part of."""
+        """The release that a step is part of."""
         ...
 
     @property
     def steps(self) -> int:
-        """Planned number of steps."""
+        """Planned steps."""
         ...
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of C S by contributions of norm 1: in the run, or in one window."""
+        """Largest change of C S by contributions of norm 1, in the run or in one window."""
         ...
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """Return what these steps of one run cost together; see [Note: Branches of a run]."""
+        """Return what these steps of one run cost together."""
         ...
 
     def in_words(self, steps: int) -> str:
@@ -89,7 +78,6 @@ class FixedOrder:
     release: Release
     """Of the whole run."""
     steps: int
-    """See Course."""
     correlation: Correlation
     separation: int
     """Least distance of two steps with the same sample."""
@@ -105,7 +93,7 @@ class FixedOrder:
         return sensitivities(self.correlation, self.steps, self.separation)
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course. The first steps cost less than the run."""
+        """See Course."""
         ends, moved = [span.stop for span in spans], self._sensitivities
         if not ends:
             return Counter()
@@ -124,7 +112,6 @@ class CyclicPoisson:
     release: Release
     """Of one turn."""
     steps: int
-    """See Course."""
     correlation: Correlation
     open_ended: ClassVar[bool] = False
 
@@ -161,10 +148,8 @@ class CorrelatedBins:
     noise_multiplier: float
     sample_size: int
     steps: int
-    """See Course."""
     correlation: Correlation
     epoch_steps: int
-    """Steps of an epoch; a sample is in the same one of all."""
     open_ended: ClassVar[bool] = False
 
     @property
@@ -181,7 +166,7 @@ class CorrelatedBins:
         return _circle(self.correlation, self.steps, self.epoch_steps)[0]
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course. The first steps are charged as the whole run."""
+        """See Course. The first steps cost as much as the run."""
         branches = sum(1 for _ in spans)
         if not branches:
             return Counter()
@@ -198,16 +183,16 @@ class CorrelatedBins:
 
 @lru_cache(maxsize=16)
 def _circle(correlation: Correlation, steps: int, epoch_steps: int) -> tuple[float, tuple[float, ...]]:
-    """Return sensitivity and overlaps, rounded up; see [Note: Bins on a circle] in simulation.py."""
+    """Return sensitivity and overlaps of [Note: Bins on a circle] in simulation.py."""
     epochs = math.ceil(steps / epoch_steps)
     column = np.abs(correlation.strategy(steps))
     with np.errstate(over="ignore", invalid="ignore"):
         covariance = np.fft.irfft(np.abs(np.fft.rfft(column, epochs * epoch_steps)) ** 2, epochs * epoch_steps)
         by_distance = epochs * covariance.reshape(epochs, epoch_steps).sum(0)
     if not math.isfinite(by_distance[0]):
-        sensitivities(correlation, steps, epoch_steps)  # says why
+        sensitivities(correlation, steps, epoch_steps)  # raises
     overlaps = by_distance[: epoch_steps // 2 + 1] / by_distance[0]
-    # Six digits: further ones depend on the processor, and releases of a resumed run must be equal.
+    # Further digits depend on the processor, and releases of a resumed run must be equal.
     rounded = np.clip(np.round(overlaps, 6) + 1e-6, 0.0, 1.0)
     return math.sqrt(by_distance[0]), (1.0, *rounded[1:].tolist())
 

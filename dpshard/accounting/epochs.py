@@ -1,14 +1,8 @@
 """How the steps of a run with random allocation compose: an epoch is one release.
 
-[Note: Epochs of a run]
-Each sample is in one random step of every epoch of T steps. So the T sums of an epoch are one release ([Note: The pair
-of random allocation] in allocation.py). The first n of them are one of `allocated_steps` = n. Epochs draw
-independently, so they compose.
-
-A step that is taken again has independent noise, and draws the same batch. If step t was released k_t times, P adds
-sqrt(k_t) to coordinate t ([Note: Copies of a step share their batch] in copies.py). Let k be the largest k_t of the
-epoch. Scaling coordinate t down and adding noise turns sqrt(k) into sqrt(k_t). So the epoch costs at most one with
-noise multiplier sigma / sqrt(k).
+The first n sums of an epoch are a release of `allocated_steps` = n. Let k be the largest number of copies of a step in
+an epoch. Scaling a coordinate down and adding noise turns sqrt(k) into less ([Note: Copies of a step share their batch]
+in copies.py). So the epoch costs at most one with noise multiplier sigma / sqrt(k).
 """
 
 from __future__ import annotations
@@ -31,25 +25,23 @@ class BallsInBins:
     release: Release
     """Of a whole epoch."""
     steps: int
-    """Planned number of steps."""
     open_ended: ClassVar[bool] = True
-    """See Course: further epochs cost as much as the planned ones."""
 
     @property
     def sensitivity(self) -> float:
-        """See Course: noise is independent."""
+        """See Course."""
         return 1.0
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course; see [Note: Epochs of a run]."""
+        """See Course."""
         T, total, spans = self.release.epoch_steps, Counter[Release](), list(spans)
         if len(spans) == 1 and spans[0].start == 0:  # almost always
             whole, rest = divmod(spans[0].stop, T)
             total[self._of(T, 1)] += whole
-            total[self._of(max(1, rest), 1)] += int(rest > 0)  # of T = 1 it is the same release
+            total[self._of(max(1, rest), 1)] += int(rest > 0)
             return +total
         for parts in _by_epoch(spans, T).values():
-            changes = Counter[int]()  # of the number of copies
+            changes = Counter[int]()
             for start, stop in parts:
                 changes[start] += 1
                 changes[stop] -= 1

@@ -1,14 +1,9 @@
 """The sums released at each step, so that a repeated step is counted correctly.
 
 [Note: What a step that is taken again costs]
-Noise is a function of step and sums ([Note: Equal sums, equal noise] in noise/digest.py). A keyed digest of both is the
-identity of a release. Repeating it publishes the same value, and costs nothing. A step with another or forgotten
-identity has independent noise, and is charged ([Note: Copies of a step share their batch] in copies.py). A history
-remembers the last MEMORY steps.
-
-Where the noise of a step depends on all sums before it, an identity names its predecessor (step/chain.py). So the
-history knows whether a release follows the last counted one, or begins a branch ([Note: Branches of a run] in
-courses.py).
+A keyed digest of step and sums is the identity of a release. To repeat it costs nothing ([Note: Equal sums, equal
+noise] in noise/digest.py). A step with another or forgotten identity is charged ([Note: Copies of a step share their
+batch] in copies.py). Where noise depends on earlier sums, an identity also names its predecessor (step/chain.py).
 """
 
 from __future__ import annotations
@@ -23,23 +18,23 @@ MEMORY = 2**16
 """Remembered steps, about 20 MiB."""
 
 NAME, OWN = 6, 10
-"""Bytes that name the release before, and a release itself; the first bytes of the latter are its name."""
+"""Bytes that name the release before, and a release, which begins with its name."""
 
 
 def succeeds(identity: bytes, previous: bytes) -> bool:
-    """Return True if `identity` is of a release that comes directly after `previous`."""
+    """Return True if `identity` is of the release directly after `previous`."""
     return identity[:NAME] == previous[NAME : 2 * NAME] != b""
 
 
 class History:
-    """The known releases of a run: those of the loaded state, and those made since, which later loads keep."""
+    """The known releases of a run: of the loaded state, and of this process."""
 
     def __init__(self) -> None:
         self.end = 0
-        """The first step without a release in the loaded state or since."""
+        """The first step without a known release."""
         self._loaded: dict[int, set[bytes]] = {}
         self._own: dict[int, set[bytes]] = {}
-        self._tip = b""  # identity of the last counted release; unknown if empty
+        self._tip = b""  # identity of the last counted release, if known
         self._own_tip = b""  # of this process
         self._own_place = b""  # digest of all releases of this process, in order
         self._place = b""  # digest of all counted releases, in order
@@ -66,7 +61,7 @@ class History:
         return identity in self._own.get(step, ())
 
     def follows(self, identity: bytes, *, of_own: bool = False) -> bool:
-        """Return True if this release follows the last counted one, or that of this process, on its path."""
+        """Return True if this release follows the last counted one, or that of this process."""
         own = not self._own_place or succeeds(identity, self._own_tip)
         return own and (of_own or succeeds(identity, self._tip))
 
@@ -92,9 +87,9 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        This is so if this process was at this place, and has since loaded no state without some of its releases.
-        Otherwise the releases of the state replace those of the last loaded one. Raises CheckpointError, without any
-        change, for a damaged state.
+        They are if this process was at this place, and since loaded no state without some of them. Otherwise the
+        state's releases replace those of the last loaded one. Raises CheckpointError, without any change, for a damaged
+        state.
         """
         try:
             place, tip = bytes.fromhex(state["place"]), bytes.fromhex(state.get("tip", ""))
@@ -107,7 +102,7 @@ class History:
         if not (visited := self._visited.get(place) in (b"", self._base)):
             self.end, self._loaded, self._base, self._tip = 0, {}, place, tip
             self._go_to(place)
-            if self._own_place:  # releases that the state lacks
+            if self._own_place:
                 self._go_to(hashlib.sha256(self._own_place + place).digest())
         self.end = max(self.end, step)
         for n, known in ahead.items():

@@ -28,7 +28,7 @@ class PrivacyLedger:
         *,
         course: Course | None = None,
     ):
-        """Count for `accountant` the releases of `run`, whose steps compose by `course`; None: each is a release.
+        """Count the releases of `run`, whose steps compose by `course`; None: each is a release.
 
         `earlier` releases were made before any step.
         """
@@ -38,16 +38,16 @@ class PrivacyLedger:
         self._course = course
         self.accountant: AccountantName = accountant
         self.run = run
-        """Identity of the current run; see Span."""
+        """Identity of the current run."""
         self.steps = 0
-        """Index of the next step; `releases` is larger after repeated steps."""
+        """Index of the next step; `releases` also counts repeated steps."""
         self._spans: list[Span] = []
         self._own: list[Span] = []  # of the releases made here
         self._earlier: Counter[Release] = Counter()  # before any step
         for release, count in earlier:
             self._earlier[release] += count
         self._cost = Counter(self._earlier)  # with that of all spans
-        # By budget (epsilon, delta): a multiset that fits it, and so do all parts of it.
+        # By budget (epsilon, delta): a multiset that fits it.
         self._fitting: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
@@ -68,19 +68,18 @@ class PrivacyLedger:
     def record(self, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
         """Count the release of the next step; only the code that makes it calls this.
 
-        `unverified_sampling`: the script drew the batch itself. `follows`: the last counted release is that of the step
-        before, on the same path ([Note: Branches of a run] in courses.py). Raises AccountingError if the release
-        cannot be analysed.
+        `unverified_sampling`: the script drew the batch. `follows`: the release continues the path of the last counted
+        one. Raises AccountingError if the release cannot be analysed.
         """
         self.charge(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
         self.steps += 1
 
     def take_uncharged(self) -> None:
-        """Take the next step without a count: the same release was counted already."""
+        """Take the next step, whose release was counted already."""
         self.steps += 1
 
     def keep(self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True) -> None:
-        """Keep a release of the loaded state, made here again, counted after later loads."""
+        """Keep a release of the loaded state, made here again: later loads count it."""
         append(self._own, self.run, step, release, unverified_sampling=unverified_sampling, follows=follows)
 
     def charge(self, step: int, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
@@ -122,9 +121,8 @@ class PrivacyLedger:
     ) -> bool:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
-        If a multiset of releases fits the budget, any part of it fits too, so most calls only compare counters. The
-        first call tries all of `plan`, the releases of the whole run, with one evaluation of epsilon. If that is too
-        much, bisection finds how many such releases fit, in about log2(steps) evaluations.
+        Any part of a multiset that fits the budget fits, too. So the first call tries all of `plan`, the releases of
+        the run, and most others only compare counters.
         """
         budget = (target_epsilon, target_delta)
         if self._course is not None:
@@ -141,14 +139,14 @@ class PrivacyLedger:
             return True
 
         planned = Counter(dict(plan))
-        if total != self._cost + Counter([release]):  # a step that was released before
+        if total != self._cost + Counter([release]):  # a repeated step
             return fits(total | planned) or fits(total)
         if total[release] <= planned[release] and fits(total | planned):
             return True
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
     def _allows_spans(self, spans: list[Span], target_epsilon: float, target_delta: float, course: Course) -> bool:
-        """Return True if `spans` fit the budget. First tries them with the rest of the plan, the same at every step."""
+        """Try `spans` with the rest of the plan, which is cached, before `spans` as they are."""
         finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, course.steps))]
         costs = (tuple((self._earlier + cost_of(each, course)).items()) for each in (finished, spans))
         return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
@@ -173,7 +171,6 @@ class PrivacyLedger:
         )
 
     def _sampled(self, relation: Relation) -> str:
-        """Describe the neighbours and all releases."""
         fed = sum(span.stop - span.start for span in self._spans if span.unverified_sampling)
         trust = f" ({fed} of them of batches that the script fed, if it drew them so)" if fed else ""
         again = self.releases - self.steps
@@ -199,8 +196,7 @@ class PrivacyLedger:
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
         """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
 
-        Releases recorded here stay counted, in addition to those of the state. `visited`: all releases of the
-        state are counted already.
+        Releases recorded here stay counted. `visited`: all releases of the state are counted already.
         """
         try:
             run, steps, spans = state["run"], state["steps"], [Span.parse(span) for span in state["spans"]]
@@ -215,5 +211,5 @@ class PrivacyLedger:
             ) from error
         self.run, self.steps = run, steps
         if not visited:
-            self._spans = [*map(copy, self._own), *spans]  # the last one ends where the state was saved
+            self._spans = [*map(copy, self._own), *spans]
             self._cost = self._earlier + cost_of(self._spans, self._course)

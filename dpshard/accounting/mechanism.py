@@ -27,7 +27,6 @@ from dpshard.noise.correlation import PREFIX_SUMS, BandedInverse, BandMF, explic
 from dpshard.noise.workloads import Workload
 
 INDEPENDENT = BandedInverse(bands=1)
-"""Uncorrelated noise."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,9 +36,10 @@ class SampledMechanism:
     noise_multiplier: float = math.nan
     """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration.
 
-    Of correlated noise, that of the independent z over `max_grad_norm` times `sensitivity`."""
+    Of correlated noise, that of the independent z over `max_grad_norm` times `sensitivity`.
+    """
     schedule: BatchSchedule
-    """Expected or, in a fixed order, exact logical batch sizes."""
+    """Logical batch sizes: expected, or in a fixed order exact."""
     sample_size: int
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
@@ -47,14 +47,13 @@ class SampledMechanism:
     quantile_counts: int = 0
     """Groups that release a count of unclipped samples at every step."""
     discretized_elements: int | None = None
-    """Number of elements rounded to the grid of discrete Gaussian noise ([Note: Noise on a grid] in noise/keyed.py);
-    None if the noise is Gaussian."""
+    """Elements rounded to the grid of discrete Gaussian noise; None for Gaussian noise."""
     earlier: Counts = ()
-    """Releases about the same samples before the run, such as private statistics; epsilon covers them, too."""
+    """Releases about the same samples before the run, which epsilon covers."""
     sampling: SamplingName = "poisson"
-    """How batches are drawn; see [Note: Ways to sample] in courses.py."""
+    """See [Note: Ways to sample] in courses.py."""
     noise_correlation: BandedInverse | BandMF | None = None
-    """Correlation of the noise over steps; None if it is independent."""
+    """Correlation of the noise over steps, or None."""
 
     def __post_init__(self) -> None:
         require_sampling(self)
@@ -66,8 +65,8 @@ class SampledMechanism:
 
     @property
     def correlation(self) -> BandedInverse | BandMF:
-        """Correlation of the noise with the coefficients that it has in this run."""
-        separation = self._steps  # in cyclic sampling, one turn of a group is a release of its own
+        """The correlation with its coefficients in this run."""
+        separation = self._steps  # in cyclic sampling, a turn of a group is a release
         if self.sampling == "fixed-order":
             separation = self.sample_size // self.schedule[0]
         elif self.sampling == "balls-in-bins":
@@ -81,7 +80,7 @@ class SampledMechanism:
 
     @property
     def course(self) -> Course | None:
-        """The composition of the steps; None if each is a separate release."""
+        """Composition of the steps; None if each is a release of its own."""
         if self.sampling == "poisson":
             return None
         correlation = self.correlation
@@ -104,7 +103,7 @@ class SampledMechanism:
 
     @property
     def sensitivity(self) -> float:
-        """Largest change by one sample of contributions of norm 1: of a sum, or of C S in correlation.py."""
+        """Largest change by one sample of contributions of norm 1: of a sum, or of C S."""
         course = self.course
         return 1.0 if course is None else course.sensitivity
 
@@ -115,11 +114,11 @@ class SampledMechanism:
 
     @property
     def relation(self) -> str:
-        """Neighbouring relation: of Poisson sampling, that of the releases; otherwise "zero-out"."""
+        """Neighbouring relation: "zero-out", or under Poisson sampling that of the releases."""
         return relation_of([self.release(0)]) if self.sampling == "poisson" else "zero-out"
 
     def noise_weights(self, step: int) -> tuple[float, ...]:
-        """Return the weights w_0 = 1, w_1, ... of the noise of `step` and of the steps before it."""
+        """Return the weights w_0 = 1, w_1, ... of the noise of `step` and of earlier steps."""
         if self.noise_correlation is None:
             return (1.0,)
         return tuple(weights_at(self.correlation, self._steps, step).tolist())
@@ -130,7 +129,7 @@ class SampledMechanism:
         return self._release(self.schedule[step]) if course is None else course.release
 
     def releases(self, steps: int | None = None) -> Counts:
-        """Return the earlier releases, and those of the first `steps` steps, or of the whole run."""
+        """Return the earlier releases, and those of the first `steps` steps, by default all."""
         course, steps = self.course, self._steps if steps is None else min(steps, self._steps)
         if steps < 1:
             raise ConfigurationError("No release before the first step: ask for at least one step.")
@@ -152,10 +151,10 @@ class SampledMechanism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismOfUnits(SampledMechanism):
-    """Samples are drawn one by one; a unit of privacy has up to `max_rows_per_unit` samples."""
+    """Samples are drawn one by one; a unit of privacy has several."""
 
     max_rows_per_unit: int
-    """Samples of one unit, at most; see [Note: Units of several samples] in mixtures.py."""
+    """Samples of one unit, at most."""
 
     def __post_init__(self) -> None:
         SampledMechanism.__post_init__(self)
@@ -171,33 +170,31 @@ class MechanismOfUnits(SampledMechanism):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mechanism(SampledMechanism):
-    """Everything that determines the privacy guarantee and its report."""
+    """All that determines the privacy guarantee and its report."""
 
     max_grad_norm: float
-    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups. With adaptive
-    thresholds, it is that of the first step.
+    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups. Adaptive thresholds
+    begin with it.
     """
     clipping_fn: str
-    """`repr` of the clipping function with its settings; it guarantees factor * norm <= threshold."""
+    """`repr` of the clipping function."""
     clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups; each starts with the threshold max_grad_norm / sqrt(M)."""
+    """Parameter names of the M clipping groups, each with first threshold max_grad_norm / sqrt(M)."""
     adaptive_clipping: str | None
     """`repr` of the rule for adaptive thresholds, or None."""
     loss_reduction: LossReduction
-    """How the loss reduces the rows of a micro-batch: the scale of per-sample gradients."""
+    """How the loss reduces the rows of a micro-batch."""
     rows_per_unit: int = 1
-    """Rows of a sample, the unit of privacy; batch and sample sizes count samples."""
+    """Rows of a sample, the unit of privacy."""
     secure: bool
-    """True for [Note: Secure noise] in noise/keyed.py; a replay must use the same."""
+    """True for secure noise; a replay must use the same."""
     accountant: AccountantName
-    """Accountant that computes epsilon."""
     target_delta: float
-    """Delta of the reported epsilon."""
     target_epsilon: float | None
-    """Budget at which the run stops, or None if noise_multiplier was given."""
+    """Budget at which the run stops, or None."""
 
     def __post_init__(self) -> None:
-        SampledMechanism.__post_init__(self)  # super() has lost the class, which slots have replaced
+        SampledMechanism.__post_init__(self)
         require_rows_per_unit(self.rows_per_unit)
         for release, count in self.earlier:
             if not (isinstance(release, Release) and is_count(count) and release.sample_size == self.sample_size):

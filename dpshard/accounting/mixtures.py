@@ -1,23 +1,19 @@
 """Privacy losses of steps that draw single samples, if a unit of privacy has several samples.
 
 [Note: Units of several samples]
-A step draws every sample with probability q, independently. So it draws k of the at most G samples of a unit. The
-distribution Binomial(G, q) dominates that of k. Each sample moves the sum by at most R. A data set in which the unit's
-samples contribute zero releases Q = N(0, sigma^2). The other one releases a mixture of shifts. In units of R, the pair
-of Q and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominates both directions:
+A step draws every sample with probability q, independently; a unit has at most G samples. In units of R, Q = N(0,
+sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both directions:
 - norms may replace vectors (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7);
-- a distribution of larger k gives no smaller divergence (ibid., Lemma 4.5). This covers units with fewer samples, and
-  mass that is moved to a larger k.
-
-Charles et al. 2024, arXiv:2407.07737, account for example-level sampling in this way.
+- a distribution of larger k gives no smaller divergence (ibid., Lemma 4.5). This covers smaller units, and mass that is
+  moved to a larger k.
 
 [Note: An inexact edge]
-Delta at eps is P(x > t) - e^eps Q(x > t), where the loss at t is eps. In the other direction it is Q(x < t) - e^eps P(x
-< t). dp-accounting finds t up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises
-by at most G / sigma^2 a unit of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The
-density of a normal is at most z + 1 times its tail at z >= 0. So that is at most (G + 12 sigma) / sigma^2 times the
-mass above. (10 sigma beyond all means, the mass is below SINGLE_ABSOLUTE.) And if np.isclose takes eps for the loss of
-a unit none of whose samples is drawn, t is infinite. Then delta lacks at most their difference, times the mass.
+Delta at eps is P(x > t) - e^eps Q(x > t), if the loss at t is eps. The other direction is alike. dp-accounting finds t
+up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by at most G / sigma^2 a unit
+of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The density of a normal is at most z + 1
+times its tail at z >= 0. Up to 10 sigma beyond all means, that is at most (G + 12 sigma) / sigma^2 times the mass
+above. Beyond, the mass is below SINGLE_ABSOLUTE. And if np.isclose takes eps for the loss of an undrawn unit, t is
+infinite. Then delta lacks at most their difference, times the mass.
 """
 
 from __future__ import annotations
@@ -32,13 +28,13 @@ from scipy import stats
 from dpshard.accounting.releases import Counts, Release
 
 PRECISION = 1e-6
-"""Of inverse losses; see [Note: An inexact edge]."""
+"""Precision of inverse losses."""
 RARE = 1e-30
 """Probability below which a number of drawn samples counts as all G."""
 
 
 def mixture(release: Release) -> tuple[list[float], list[float]]:
-    """Return the numbers of samples that a step draws of a unit of G, and their probabilities."""
+    """Return the numbers of samples that a step draws of a unit, and their probabilities."""
     G, q = release.max_rows_per_unit, release.sampling_probability
     most = min(G, int(stats.binom.isf(RARE, G, q)))
     drawn = list(range(most + 1))
@@ -50,7 +46,7 @@ def mixture(release: Release) -> tuple[list[float], list[float]]:
 
 
 def losses(release: Release, interval: float) -> PrivacyLossDistribution:
-    """Return the privacy losses of one step, rounded up to a grid."""
+    """Return the privacy losses of a step, rounded up to a grid."""
     drawn, probabilities = mixture(release)
     return privacy_loss_distribution.from_mixture_gaussian_mechanism(
         release.noise_multiplier, drawn, probabilities, value_discretization_interval=interval
@@ -58,7 +54,7 @@ def losses(release: Release, interval: float) -> PrivacyLossDistribution:
 
 
 def error(release: Release, interval: float) -> float:
-    """Bound what delta of one step lacks over the mass of losses above; see [Note: An inexact edge]."""
+    """Bound what delta of a step lacks over the mass of losses above; see [Note: An inexact edge]."""
     G, q, sigma = release.max_rows_per_unit, release.sampling_probability, release.noise_multiplier
     edge = PRECISION**2 / 2 * (G / sigma**2) * (G + 12 * sigma) / sigma**2
     if q == 1:
@@ -69,9 +65,9 @@ def error(release: Release, interval: float) -> float:
 
 
 def interval(counts: Counts, delta: float) -> float:
-    """Return the grid interval of the privacy losses: a fifth of the standard deviation of a step's loss, in limits.
+    """Return the grid interval: a fifth of the standard deviation of a step's loss, in limits.
 
-    Any grid gives an upper bound. A finer one takes longer, because a search inverts the loss of a mixture.
+    Any grid gives an upper bound. A finer one takes longer.
     """
     steps = sum(count for _, count in counts)
     deviation = min(_deviation(release, delta / steps) for release, _ in counts)

@@ -1,19 +1,15 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-A step releases one noisy sum over a Poisson batch (or a release covers several steps). Composition ignores the order of
-steps, so a run is a multiset of releases. Neighbouring data sets of the engine have the same N samples. But one sample
-contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this.
-- Without a cap: add-or-remove-one. At one q, a missing sample and one that contributes zero release the same. (The
-  engine refuses a data set of another length.)
-- With a cap: replace-special. A sample that contributes zero keeps its slot, which moves the sum by R. A removed sample
-  gives its slot to another one, which moves the sum by 2 R. The bound covers both.
+Composition ignores the order of steps, so a run is a multiset of releases. Neighbouring data sets have the same N
+samples, but one contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this:
+- Without a cap, add-or-remove-one: a missing sample and one that contributes zero release the same.
+- With a cap, replace-special: a removed sample gives its slot to another one, which moves the sum by 2 R.
 
 [Note: The price of a grid]
-Discrete Gaussian noise has standard deviation s = 2^24 grid steps. Rounding to the grid moves two sums of d elements
-apart by at most ROUNDING sqrt(d) steps ([Note: Noise on a grid] in noise/keyed.py). A step is sigma R / s long. So sums
-at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart. The noise over that distance is the accounted noise
-multiplier, sigma / (1 + ROUNDING sqrt(d) sigma / s). For a billion elements it is 0.2% below sigma = 1.
+The grid of discrete Gaussian noise, of standard deviation s = 2^24 steps, has steps of sigma R / s. With rounding, sums
+at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart ([Note: Noise on a grid] in noise/keyed.py). The
+accounted noise multiplier is s over that distance: sigma / (1 + ROUNDING sqrt(d) sigma / s).
 """
 
 from __future__ import annotations
@@ -31,17 +27,17 @@ from dpshard.noise import LOG2_STD
 Counts = tuple[tuple["Release", int], ...]
 """Distinct releases, each with its positive count."""
 Relation = Literal["add-or-remove-one", "replace-special"]
-"""Neighbouring relations; see [Note: Releases and relations]."""
+"""See [Note: Releases and relations]."""
 
 SIMULATION_FAILURE = 1e-12
-"""Probability that the simulation of a release fails, a part of delta; see [Note: What a simulation shows]."""
+"""Probability that the simulation of a release fails, a part of delta."""
 ROUNDING = 1 + 2.0**-5
-"""Bound on the grid steps by which rounding moves one element of two sums apart; see [Note: Noise on a grid]."""
+"""See [Note: Noise on a grid] in noise/keyed.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """One noisy sum over one Poisson batch, or those of an epoch of random allocation."""
+    """A noisy sum over a Poisson batch, or those of an epoch of random allocation."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
@@ -52,20 +48,20 @@ class Release:
     max_batch_size: int | None = None
     """Cap of a truncated Poisson batch, or None."""
     quantile_counts: int = 0
-    """Groups that release a count of unclipped samples, for adaptive thresholds. Sum and counts form one Gaussian
-    mechanism of this noise multiplier. The counts use part of its budget, and cost nothing more.
+    """Groups that release a count of unclipped samples. Sum and counts form one Gaussian mechanism of this noise
+    multiplier.
     """
     discretized_elements: int | None = None
-    """Elements of the sum, if rounded to the grid of discrete Gaussian noise; else None."""
+    """Elements rounded to the grid of discrete Gaussian noise; None for Gaussian noise."""
     max_rows_per_unit: int = 1
-    """Samples of one unit of privacy, at most; neighbours differ by a unit. See [Note: Units of several samples]."""
+    """Samples of a unit of privacy, at most; see [Note: Units of several samples] in mixtures.py."""
     allocated_steps: int | None = None
-    """If given, the sums of the first n steps of an epoch of T. Each sample is in one random step of the epoch; n / T
-    is `sampling_probability`. See [Note: The pair of random allocation] in allocation.py.
+    """The sums are the first n steps of an epoch of T, with n / T = `sampling_probability`. Each sample is in one
+    random step of the epoch ([Note: The pair of random allocation] in allocation.py).
     """
     overlaps: tuple[float, ...] | None = None
-    """If given, the sums of a whole run with correlated noise. Each sample is in the same random step of all epochs of
-    `allocated_steps` = T steps. It is [T // 2 + 1], the first is 1. See [Note: Bins on a circle] in simulation.py.
+    """[T // 2 + 1], beginning with 1, for a whole run with correlated noise ([Note: Bins on a circle] in
+    simulation.py). Each sample is in the same step of all epochs of `allocated_steps` = T steps.
     """
 
     def __post_init__(self) -> None:
@@ -82,18 +78,18 @@ class Release:
         if not (is_count(self.quantile_counts) or (type(self.quantile_counts) is int and self.quantile_counts == 0)):
             raise ConfigurationError(f"quantile_counts={self.quantile_counts!r}: it must be an int, 0 or above.")
         if self.overlaps is not None:
-            object.__setattr__(self, "overlaps", tuple(self.overlaps))  # JSON has lists
+            object.__setattr__(self, "overlaps", tuple(self.overlaps))
             if self.sampling_probability != 1 or not _are_overlaps(self.overlaps, self.allocated_steps):
                 raise ConfigurationError("overlaps=: give T // 2 + 1 numbers from 0 to 1, the first of them 1.")
 
     @property
     def epoch_steps(self) -> int:
-        """Steps T of an epoch of random allocation; 1 for a batch that is drawn on its own."""
+        """Steps T of an epoch of random allocation, or 1."""
         return 1 if self.allocated_steps is None else round(self.allocated_steps / self.sampling_probability)
 
     @property
     def accounted_noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the change by one sample with rounding; [Note: The price of a grid]."""
+        """Standard deviation of the noise over the change by one sample, with rounding."""
         if self.discretized_elements is None:
             return self.noise_multiplier
         moved = ROUNDING * math.sqrt(self.discretized_elements) / 2**LOG2_STD  # in standard deviations
@@ -101,17 +97,16 @@ class Release:
 
     @property
     def loss_deviation(self) -> float:
-        """Standard deviation of the privacy loss (units of one sample), in leading order: q sqrt(e^(1/sigma^2) - 1).
+        """Standard deviation of the privacy loss, in leading order: q sqrt(e^(1/sigma^2) - 1).
 
-        Its root sum of squares over the steps is the mu of the central limit; Bu et al. 2020, "Deep learning with
-        Gaussian differential privacy", arXiv:1911.11607.
+        Its root sum of squares over the steps is the mu of the central limit (Bu et al. 2020, arXiv:1911.11607).
         """
         inverse_variance = self.noise_multiplier**-2 if self.noise_multiplier > 0.04 else math.inf
         return math.sqrt(self.sampled_variance * math.expm1(inverse_variance))
 
     @property
     def sampled_variance(self) -> float:
-        """The factor q^2 of e^(1/sigma^2) - 1 in the variance of the likelihood ratio, summed over allocated steps."""
+        """Factor of e^(1/sigma^2) - 1 in the variance of the likelihood ratio, over allocated steps."""
         if self.overlaps is not None:
             return sum(self.overlaps) / len(self.overlaps)
         return self.sampling_probability**2 / (self.allocated_steps or 1)
@@ -129,15 +124,12 @@ def relation_of(releases: Iterable[Release]) -> Relation:
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """Return `value` rounded up, so a printed epsilon or sigma never promises too much.
-
-    Rounds to `digits` decimals; a small value to `digits` figures: 3e-11 is "3.000e-11".
-    """
+    """Return `value` rounded up to `digits` decimals, or a small one to `digits` figures: 3e-11 is "3.000e-11"."""
     if not math.isfinite(value):
         return "infinity (not private)"
     if value <= 0:
         return f"{0:.{digits}f}"
-    # Ignore binary rounding error, a few units in the last place: 1.1 stays 1.1.
+    # Binary rounding must not raise 1.1.
     exact = Decimal(value) - 4 * Decimal(math.ulp(value))
     if value < 10.0 ** (1 - digits):
         return f"{Context(prec=digits, rounding=ROUND_CEILING).plus(exact):.{digits - 1}e}"

@@ -1,18 +1,14 @@
 """A guarantee in odds: bounds on an attacker who asks whether one record was trained on.
 
 [Note: From epsilon and delta to odds]
-The attacker knows all other records. Let P be the outcome's distribution with the record, Q without it. A test accuses
-if the outcome is in a set S. It finds a present record with probability P(S), and accuses an absent one with Q(S).
-(epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and, for the complement and exchanged roles, 1 - Q(S) <=
-e^epsilon (1 - P(S)) + delta. Every pair (epsilon, delta) of one mechanism gives such bounds, so the least over its
-privacy profile holds too. Over the whole profile it is the trade-off function itself (Dong, Roth and Su 2022, "Gaussian
-differential privacy", arXiv:1905.02383, Prop. 6).
+The attacker knows all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
+the outcome is in a set S. (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S))
++ delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383, Prop. 6).
 
 [Note: Belief has a rarer bound]
-(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. The privacy loss L is the
-logarithm of the ratio by which a result moves the odds. Delta is at least E[(1 - e^(epsilon - L))+], so losses just
-above epsilon hardly count. A loss above epsilon + t counts 1 - e^-t at least, so its probability is at most delta / (1
-- e^-t), by Markov's inequality. With t = ln(10/9) that is 10 delta: `rarely_above`.
+(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. Let the privacy loss L be the
+log of the ratio by which a result moves the odds. Delta is at least E[(1 - e^(epsilon - L))+]. So by Markov's
+inequality, a loss above epsilon + t has probability at most delta / (1 - e^-t). With t = ln(10/9) that is 10 delta.
 """
 
 from __future__ import annotations
@@ -32,9 +28,9 @@ class Pair(NamedTuple):
 
 
 DELTAS = tuple(float(delta) for delta in np.geomspace(1e-4, 0.5, 10))
-"""Deltas at which `profile` asks for epsilon: few, because each takes some 30 ms. All bounds hold at any of them."""
+"""Deltas at which `profile` asks for epsilon."""
 HALVINGS = 9
-"""Further deltas: they close in on the one at which epsilon is 0, the total variation distance, within 1/512."""
+"""Further deltas, which approach the one at which epsilon is 0, within 1/512."""
 
 
 def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
@@ -48,19 +44,18 @@ def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
 
 
 RARELY = 10.0
-"""Largest probability, in deltas, of a loss above `rarely_above`; see [Note: Belief has a rarer bound]."""
+"""Bound on the probability of a loss above `rarely_above`, in deltas."""
 
 
 def rarely_above(epsilon: float) -> float:
-    """Return a privacy loss that no result of an (epsilon, delta)-DP mechanism exceeds, except 10 delta of them."""
+    """Return a privacy loss that no result exceeds, except with probability 10 delta."""
     return epsilon - math.log1p(-1 / RARELY)
 
 
 def mostly_below(pairs: Sequence[Pair], exception: float = 0.05) -> float:
     """Return a privacy loss that a result exceeds with a probability of at most `exception`.
 
-    The least epsilon - ln(1 - delta / exception) of the pairs: Markov's inequality, as in
-    [Note: Belief has a rarer bound]. It is infinite if every delta is at least `exception`.
+    The least epsilon - ln(1 - delta / exception) of the pairs; infinite if every delta is at least `exception`.
     """
     return min((e - math.log1p(-delta / exception) for e, delta in pairs if delta < exception), default=math.inf)
 
@@ -68,7 +63,7 @@ def mostly_below(pairs: Sequence[Pair], exception: float = 0.05) -> float:
 def belief(loss: float, prior: float = 0.5) -> float:
     """Return the belief that a record is present after a result of privacy `loss`, from the belief `prior` before.
 
-    prior e^loss / (prior e^loss + 1 - prior): Bayes' rule.
+    Bayes' rule: prior e^loss / (prior e^loss + 1 - prior).
     """
     return prior / (prior + (1 - prior) * math.exp(-loss))
 
@@ -76,9 +71,8 @@ def belief(loss: float, prior: float = 0.5) -> float:
 def right_guesses(pairs: Sequence[Pair]) -> float:
     """Return the largest probability to guess right whether a record is present, if both are equally likely.
 
-    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs: the sum of both errors is at least 2 (1 - delta) / (1
-    + e^epsilon). See Kairouz, Oh and Viswanath 2015, "The composition theorem for differential privacy",
-    arXiv:1311.0776, Eq. 5.
+    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs; Kairouz, Oh and Viswanath 2015, arXiv:1311.0776, Eq.
+    5.
     """
     return min(1.0, *(1 - (1 - delta) / (1 + _exp(epsilon)) for epsilon, delta in pairs))
 
@@ -86,8 +80,7 @@ def right_guesses(pairs: Sequence[Pair]) -> float:
 def found_records(pairs: Sequence[Pair], wrongly_accused: float = 0.01) -> float:
     """Return the largest share of present records that a test finds if it accuses `wrongly_accused` of the absent ones.
 
-    The least of e^epsilon a + delta and 1 - (1 - a - delta) / e^epsilon of the pairs, for a = `wrongly_accused`; see
-    [Note: From epsilon and delta to odds].
+    The least of e^epsilon a + delta and 1 - (1 - a - delta) / e^epsilon of the pairs, for a = `wrongly_accused`.
     """
     a = wrongly_accused
     bounds = [min(_exp(e) * a + delta, 1 - (1 - a - delta) / _exp(e)) for e, delta in pairs]

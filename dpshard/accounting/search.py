@@ -1,12 +1,8 @@
 """Private choice among runs: a secret random number of runs, and only the best is published.
 
-Choosing hyper-parameters by the results of private runs costs privacy. Draw the number of
-runs from one of the distributions below, and the settings of each run at random. Then the outcome costs a few times
-one run, for any number of runs; Papernot & Steinke 2022, arXiv:2110.03620.
-
-Settings that change no release (a learning rate) cost nothing more. If noise, batch size or steps vary, one run is a
-mixture over public settings. Its Renyi divergence is at most the largest of theirs, order by order. So a search costs
-as much as its worst candidate; `others` must list the candidates.
+Draw the number of runs from a distribution below, and the settings of each run at random. Then the outcome costs a few
+times one run; Papernot & Steinke 2022, arXiv:2110.03620. If settings change the releases, a run is a mixture, and costs
+as much as its worst candidate.
 """
 
 from __future__ import annotations
@@ -27,11 +23,11 @@ class Search:
     """The number of runs; the best one is published."""
 
     mean_runs: float
-    """Expected number of runs, >= 1 (above 1, except for "poisson")."""
+    """Expected number of runs, above 1; for "poisson", at least 1."""
     distribution: RunsDistribution = "geometric"
     """Distribution of the number of runs. A Poisson number may be 0; then nothing is published."""
     others: tuple[Counts, ...] = ()
-    """Releases of the other settings that a run may draw, each as of `SampledMechanism.releases`."""
+    """Releases of all other settings that a run may draw, as of `SampledMechanism.releases`."""
 
     def __post_init__(self) -> None:
         require_choice("search distribution", self.distribution, get_args(RunsDistribution))

@@ -1,46 +1,26 @@
 """Privacy losses of balls in bins with correlated noise: an upper bound by a public simulation.
 
+docs/accounting.md has the proofs (Choquette-Choo et al. 2024, arXiv:2410.06266, for C >= 0).
+
 [Note: The pair of correlated bins]
-In all epochs each sample is in bin I, uniform on 0, ..., T - 1. It takes part at the steps I, I + T, ... There it
-contributes g_s, |g_s| <= 1 in units of R, which may depend on earlier releases. Given I = i, it moves row t of C S + Z
-by v_t(i). That is the sum of c_{t-s} g_s over its steps s <= t. See [Note: A run as one Gaussian mechanism] in
-noise/correlation.py. Let u_t(i) be the sum of |c_{t-s}|, so |v_t(i)| <= u_t(i). Compare P, with the sample, and Q,
-where it contributes zero. With the bins of all other samples fixed, and rows x_t ~ N(0, sigma^2) under Q, without what
-the others add,
-
-    A = dP/dQ = mean over i of a_i, a_i = product over t of exp((<v_t(i), x_t> - |v_t(i)|^2 / 2) / sigma^2).
-
-Claim: no convex F has a larger E_Q F(A) than with numbers u_t(i) in place of v_t(i). F is a hockey stick of either
-direction: (A - e^eps)+ or (1 - e^eps A)+.
-- Kahane's inequality (1986, Israel J. Math. 55): let X and Y be centred Gaussian vectors with covariances K <= K' in
-  every entry, and a_i >= 0. Then E F(sum of a_i exp(X_i - K_ii / 2)) <= E F(sum of a_i exp(Y_i - K'_ii / 2)). For, mix
-  them: sqrt(1 - r) X + sqrt(r) Y with X and Y independent. Let w be the summands. The derivative by r of the mean of F
-  is half the sum over i, j of (K'_ij - K_ij) E[w_i w_j F''(sum of w)]. No term is negative.
-- Rows one by one, from the last. Suppose that from row t + 1 on, whatever was released, numbers u are worst. Given the
-  rows before t, v_t is fixed, and <v_t(i), v_t(j)> <= u_t(i) u_t(j). The later rows are independent of x_t. So Kahane's
-  inequality covers row t, too.
-Joint convexity covers the mixture over the bins of the others. (Choquette-Choo et al. 2024, arXiv:2410.06266, have the
-same pair for C >= 0.) A tree of branches has k leaves ([Note: Branches of a run] in courses.py). The rows of a path
-have covariance K, so all rows have at most k K: sigma / sqrt(k).
+A sample of bin i takes part at the steps i, i + T, ...; i is uniform. Let u_t(i) be the sum of |c_{t-s}| over its steps
+s <= t. In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which adds u_t(i) to row t. Let K_ij be the sum over
+t of u_t(i) u_t(j). A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2. By Kahane's inequality,
+means of convex functions of A rise with every K_ij. A tree of k branches has at most k K: sigma / sqrt(k).
 
 [Note: Bins on a circle]
-K_ij is the sum over t of u_t(i) u_t(j). Let the rows be a circle of E T >= steps. The columns of |C| run on beyond the
-end, at the beginning. No product in K is lost, others only add, and the new K'_ij depends on i - j mod T only. By
-Kahane's inequality, (P', Q') with K' dominates (P, Q). Now all bins are alike: under P', take I = 0. `overlaps` are
-K'_d / K'_0; `course.sensitivity` is the root of K'_0. Overlaps are rounded up. What the matrix then lacks to be a
-covariance is added to its diagonal.
+Let the rows be a circle of E T >= steps, where the columns of |C| run on at the beginning. That only adds to K, and
+K'_ij depends on i - j mod T only. `overlaps` are K'_d / K'_0, rounded up; `course.sensitivity` is the root of K'_0.
+What the matrix then lacks to be a covariance is added to its diagonal.
 
 [Note: What a simulation shows]
-Draw N values of the loss, log A under P' (or -log A under Q'). As a function of independent standard normals, log A has
-a gradient of norm at most l = root of K'_0 / sigma. The gradient is a mean of those of linear functions. So Gaussian
-isoperimetry holds (Borell 1975; Sudakov and Tsirelson 1978). If P(loss > t) <= 1 - Phi(a), then P(loss > t + s) <= 1 -
-Phi(a + s / l) for all s >= 0. Let t be the k-th largest of the N draws. The mass above it is Beta(k, N - k + 1), and
-exceeds its quantile p with probability `failure` only. So beyond t the loss is at most Gaussian with deviation l. That
-costs little: far out, one bin decides the loss.
+Draw N values of the loss, log A under P' with i = 0, or -log A under Q'. In standard normals, log A has a gradient of
+norm at most l = root of K'_0 / sigma. So P(loss > t) <= 1 - Phi(a) implies P(loss > t + s) <= 1 - Phi(a + s / l)
+(Borell 1975). Let t be the k-th largest draw. The mass above it is Beta(k, N - k + 1), and exceeds its quantile p with
+probability `failure` only.
 
-FAILURE covers all of it: both directions, all RANKS, and every sigma of a grid with ratio RATIO. Sigma is rounded down
-to the grid. So sigma may be chosen by the same draws. Delta of the guarantee includes FAILURE for each such release.
-The draws have a fixed seed, so that all agree on epsilon. It stands for a seed that was chosen before anything else.
+SIMULATION_FAILURE covers both directions, all RANKS, and every sigma of a grid with ratio RATIO. Sigma is rounded down
+to it, so it may be chosen by the same draws.
 """
 
 from __future__ import annotations
@@ -61,28 +41,26 @@ from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Release
 Numbers = NDArray[np.float64]
 
 SEED = 20
-"""Of the public simulation."""
+"""Fixed, so that all agree on epsilon."""
 DRAWS, NORMALS = 2**18, 2**26
-"""Draws at most, and normals at most that they take."""
+"""Draws at most, and normals that they take at most."""
 AT_ONCE = 2**19
 """Normals in memory at once."""
 RANKS = (30, 100, 300, 1000, 3000, 10_000)
-"""Ranks k of draws from which the tail is continued; the best one counts."""
+"""Ranks k of draws from which the tail is continued; the best counts."""
 RATIO, SIGMAS = 1.001, 20_000
-"""Ratio of the grid of sigma, and more than its points between 1e-3 and 1e5."""
+"""Ratio of the grid of sigma, and a bound on its points between 1e-3 and 1e5."""
 ERROR = 1e-9
 """Bound on the rounding of a drawn loss."""
 REACH = 12.0
-"""Deviations of a Gaussian loss beyond which it counts as infinite: a mass of 2e-33."""
+"""Deviations beyond which a Gaussian loss counts as infinite."""
 
 
 class Tail(NamedTuple):
-    """P(loss > t) <= 1 - Phi((t - mean) / deviation) for t >= start, and also for the tails of other ranks."""
+    """P(loss > t) <= 1 - Phi((t - mean) / deviation) for t >= start [ranks]."""
 
     start: Numbers
-    """[ranks]."""
     mean: Numbers
-    """[ranks]."""
     deviation: float
 
     def above(self, t: Numbers) -> Numbers:
@@ -134,7 +112,7 @@ def _tail(falling: Numbers, deviation: float) -> Tail:
 
 
 def _circle(overlaps: Sequence[float], epoch_steps: int) -> Numbers:
-    """Return K' [T] of bin 0 with every bin, over K'_0; see [Note: Bins on a circle]."""
+    """Return K' [T] of bin 0 with every bin, over K'_0."""
     half = np.asarray(overlaps)
     covariance = np.concatenate([half, half[1 : (epoch_steps + 1) // 2][::-1]])
     covariance[0] -= min(0.0, np.fft.fft(covariance).real.min())
@@ -150,7 +128,6 @@ def _draw(covariance: Numbers) -> Iterator[tuple[Numbers, Numbers]]:
     while left > 0:
         rows = min(left, max(1, AT_ONCE // (2 * T)))
         left -= rows
-        # Real and imaginary part are independent, each with this covariance.
         normals = random.standard_normal((rows, 2 * T)).view(np.complex128)
         fields = np.fft.ifft(normals * scale)
         for X in (fields.real, fields.imag):
