@@ -1,13 +1,10 @@
-"""From per-sample norms to clip coefficients and clipped sums.
+"""From per-sample norms to clip coefficients and clipped sums. Begin with `tape.py`.
 
-`functions.py`: clipping functions. `groups.py`: clipping groups and styles. `thresholds.py`: fixed and adaptive ones.
-`autograd_nodes.py`: nodes that collect records in backward. `tape.py`: the records of some samples, their clip
-coefficients, and the refusal of a second backward. `parts.py`: what a tape asks of ranks with parts of a model.
-`group_tape.py`: norms and sums of one group. `stacks.py`: small uses, recorded together. `closing.py`: from squared
-norms to coefficients. `region.py`: uses of a compiled region. `owed_backwards.py`: which forwards had a backward.
-`two_pass.py`: two backward passes. `checkpointing.py`: selective checkpointing. `metrics.py`: figures of a logical
-batch, not private. May import `records`, `rules`, `noise` and below. Users import the clipping functions from here.
-Begin with `tape.py`.
+`functions.py`: clipping functions. `groups.py`: clipping groups. `thresholds.py`: fixed and adaptive ones.
+`autograd_nodes.py`: nodes that collect records. `closer.py`, `scheme.py`, `closing.py`, `group_tape.py`: groups close.
+`parts.py`: requests to ranks with parts of a model. `stacks.py`: small uses. `region.py`: compiled regions.
+`owed_backwards.py`: forwards without backwards. `two_pass.py`, `checkpointing.py`: what their names say. `metrics.py`:
+figures, not private. May import `records`, `rules`, `noise` and below.
 """
 
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, ClippingFunction, GlobalClipping

@@ -1,22 +1,19 @@
 """The autograd nodes that bring records to the tape, and clipped sums to the parameters, in one backward pass.
 
 [Note: Anchor, slot, tap]
-Three nodes implement every clipping style; rules do not use them:
 
-    parameters --> Anchor --token--> Tap --> rest of the forward
-                  (1 a group)       (on the output of the function that used the parameter)
+    parameters --> Anchor (1 a group)  --token--> Tap (on a function's output) --> rest of the forward
+    parameters --> Anchor --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
-    parameters --> Anchor --token--> Slot --dummies--> Tap --> rest of a compiled region
-                                    (1 a region)
+A tap passes the output gradient on, and hands it and the kept tensors to the tape. Autograd runs an anchor after all
+its taps; it returns the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters
+gradients.
 
-Tap    passes the output gradient on, and hands it and the tensors kept in forward to the tape, as records. A product
-       that calls repeat can be one node with its tap.
-Anchor has an edge to every tap of its group, so autograd runs it after them. It returns the clipped sums as gradients.
-       Rules see detached parameters, so only anchors give parameters gradients.
-Tokens have gradients on GPUs. Only where a gradient flows does autograd make the stream of an anchor wait for those of
-       its taps. Without one, some versions of torch run the anchor in another thread.
-Slot   carries records out of a compiled region, which cannot reach the tape: the region takes dummies as inputs, and
-       the tap returns the records as their gradients. Gradients of per-sample copies of a parameter also arrive there.
+Tokens have gradients on GPUs. Without one, autograd makes no anchor's stream wait for its taps', and some versions of
+torch run the anchor in another thread.
+
+A compiled region cannot reach the tape. Its taps return records as gradients of a slot's dummies. A slot also receives
+gradients of per-sample copies of a parameter.
 """
 
 from __future__ import annotations
@@ -35,24 +32,19 @@ from dpshard.records.precision import exact_products
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block for norms and sums: no autocast, IEEE products ([Note: Why not TF32] in precision.py)."""
+    """Return a block without autocast, with IEEE products ([Note: Why not TF32] in precision.py)."""
     products = exact_products(device)
-    # A query is cheaper than two contexts per layer.
     return _without_autocast(device, products) if torch.is_autocast_enabled(device.type) else products
 
 
 @contextmanager
 def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    # The user may call loss.backward() inside autocast.
     with torch.autocast(device.type, enabled=False), inner:
         yield
 
 
 def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
-    """Return to which leaves among `edges` the running pass brings a gradient: all, except in backward(inputs=...).
-
-    None if it returns the gradient of one: torch.autograd.grad.
-    """
+    """Return which edges the pass gives a gradient, perhaps not all; None in torch.autograd.grad of a leaf."""
     reaches = torch._C._will_engine_execute_node
     try:
         return [node is not None and reaches(node) for node, _ in edges]
@@ -61,7 +53,6 @@ def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
 
 
 def _wants(node: Any) -> bool:
-    """Return True if the running pass needs a node's gradient; the first of two passes may not."""
     reached = _reached([(node, 0)])
     return reached is None or reached[0]
 
@@ -70,7 +61,7 @@ Node = TypeVar("Node", bound=torch.autograd.Function)
 
 
 def left_out_of_graphs(node: type[Node]) -> type[Node]:
-    """Keep a node out of compiled functions, also of those that call loss.backward() themselves."""
+    """Keep a node out of compiled functions."""
     setattr(node.backward, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
@@ -85,7 +76,7 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
 
-    `close` gets those that the pass reaches; None if torch.autograd.grad would return one instead of `.grad`.
+    `close` gets which parameters the pass reaches; None in torch.autograd.grad of one.
     """
 
     @staticmethod
@@ -97,13 +88,13 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close the anchor, because every slot of these parameters has its gradients."""
+        """Close the anchor, because every tap of these parameters has its gradients."""
         return (None, *ctx.close(_reached(ctx.next_functions)))
 
 
 @left_out_of_graphs
 class Slot(torch.autograd.Function):
-    """`count` templates and the tokens -> one tensor per template; backward: `arrive()` gets their gradients."""
+    """`count` templates and tokens -> a tensor per template; backward: `arrive` gets their gradients."""
 
     @staticmethod
     def forward(
@@ -125,7 +116,6 @@ class Slot(torch.autograd.Function):
 
 
 def _blank(device: torch.device) -> Tensor | None:
-    """Return the gradient of a token; see [Note: Anchor, slot, tap]."""
     return torch.empty(0, device=device) if device.type == "cuda" else None
 
 
@@ -144,20 +134,18 @@ class _Hold(torch.autograd.Function):
 
 
 def hold(x: Tensor) -> Tensor:
-    """Return `x`, saved now for the tap of the function that receives it.
+    """Return `x`, saved now for the next function's tap.
 
-    Activation checkpointing repeats a segment up to its last saved tensor. If the tap saved `x` after its function,
-    this would repeat the last matrix product of the segment.
+    Activation checkpointing repeats a segment up to its last saved tensor; a later one would cost a matrix product.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
-    # Under autocast the function casts `x`. Without hooks on saved tensors nothing is repeated.
+    # Autocast casts `x` in the function. Without hooks on saved tensors nothing is repeated.
     waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
     return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
 
 def _node_of(x: Tensor) -> Any:
-    """Return the node that holds `x`; None in a compiled region."""
     if torch.compiler.is_compiling():
         return None
     return x.grad_fn if isinstance(x.grad_fn, _Hold._backward_cls) else None
@@ -168,7 +156,7 @@ Arrive = Callable[[Sequence[Tensor | None]], None]
 
 
 def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor], g: Tensor) -> None:
-    """Call `ctx.arrive`, unless the pass is autograd.grad(loss, input), which needs no gradient of a parameter."""
+    """Call `ctx.arrive`, unless the pass needs no gradient of a parameter."""
     for node, _ in ends:
         if node is not None and torch._C._will_engine_execute_node(node):
             with in_full_precision(g.device):
@@ -178,9 +166,9 @@ def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor]
 
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
-    """Return `output`; in backward, pass its gradient on, and hand it and the kept tensors to `arrive`.
+    """`output` -> itself; backward: `arrive` gets the kept tensors and the gradient.
 
-    The first `count` tensors are saved; the tap has edges to the others.
+    `tensors`: `count` to save, then those with edges.
     """
 
     @staticmethod
@@ -204,14 +192,14 @@ _apply_tap: Any = getattr(super(torch.autograd.Function, _Tap), "apply")  # noqa
 
 @left_out_of_graphs
 class _FusedTap(torch.autograd.Function):
-    """Compute a function with its tap: `run` gets the input, and operands that autograd does not see."""
+    """A function and its tap; autograd sees only its input."""
 
     @staticmethod
     def forward(ctx: Any, arrive: Arrive, run: Any, gradient: Any, operands: Any, input: Tensor, *_: Tensor) -> Tensor:
         ctx.arrive, ctx.gradient = arrive, gradient
         output, kept = run(_itself, input, *operands)
         ctx.save_for_backward(operands[0].detach(), *kept)  # a parameter may get other data before backward
-        return output.data  # perhaps a view, of which a tap would make autograd copy gradients of the whole base
+        return output.data  # may be a view: a tap would make autograd copy gradients of the whole base
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -231,7 +219,7 @@ _apply_fused_tap: Any = getattr(super(torch.autograd.Function, _FusedTap), "appl
 
 
 class _RegionTap(torch.autograd.Function):
-    """A tap in a compiled region: the last tensors are dummies; their gradients are the kept tensors and g."""
+    """A tap in a compiled region; the last tensors are dummies, whose gradients are the kept tensors and g."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
@@ -270,10 +258,9 @@ def _kept(ctx: Any) -> list[Tensor]:
 
 
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
-    """Return `output`, tapped: in backward, `arrive` gets `keep` and the output gradient.
+    """Return `output`; in backward, `arrive` gets `keep` and the output gradient.
 
-    The tap has edges to `ends`: tokens of the anchors. In a compiled region (`arrive` is None) they are the dummies of
-    a slot, which carry the kept tensors out.
+    `ends`: tokens of the anchors, or dummies in a compiled region, where `arrive` is None.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
@@ -283,7 +270,7 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
 
 
 def fuses() -> bool:
-    """Return True if a function and its tap may be one node. Autocast casts, hooks on saved tensors wait for `hold`."""
+    """Return True if a function and its tap may be one node: without autocast, or hooks for `hold`."""
     return _autograd._top_saved_tensors_default_hooks(False) is None and not torch._C._is_any_autocast_enabled()
 
 
@@ -295,12 +282,12 @@ def fused_tap(
     ends: Sequence[Tensor],
     arrive: Arrive,
 ) -> Tensor:
-    """Return the output of a planned function, tapped; see `tap`. `operands`: weight and bias, both parameters."""
+    """Return the output of a planned function, tapped. `operands`: weight and bias, both parameters."""
     return _apply_fused_tap(arrive, run, gradient, operands, input, *ends)
 
 
 def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    """Return stride-0 templates (no memory) for `keep` and the gradient of `output`."""
+    """Return stride-0 templates for `keep` and the gradient of `output`."""
     return tuple(torch.zeros((), dtype=_dummy_dtype(x), device=x.device).expand(x.shape) for x in (*keep, output))
 
 

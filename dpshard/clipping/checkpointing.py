@@ -1,8 +1,7 @@
-"""Selective activation checkpointing, which pairs the operators of a forward with those of its recomputation.
+"""Selective activation checkpointing.
 
-[Note: Selective checkpointing] For the n-th call of an operator in the recomputation, it returns the n-th kept output.
-So both must run the same operators. A token serves several uses, so `unseen()` hides its operators. Taps detach their
-output, which does not count.
+[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output. So both
+must run the same operators. A token serves several uses, so `unseen()` hides its operators.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _SELECTS: tuple[type[TorchDispatchMode], ...] = (_KEEPS, checkpoint._CachedTorch
 
 
 def operators_are_watched() -> bool:
-    """Return True if any dispatch mode is active; selective checkpointing is one."""
+    """Return True if any dispatch mode is active."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
@@ -46,13 +45,13 @@ def unseen() -> Iterator[None]:
 
 
 class KeptOutputs:
-    """Outputs kept by selective checkpointing in one forward. It returns each once; two passes need each twice."""
+    """Outputs kept in one forward, which checkpointing returns once; two passes need each twice."""
 
     def __init__(self) -> None:
         self._storages: dict[int, dict[Any, Any]] = {}
 
     def note(self) -> None:
-        """Note the checkpoints that are open now."""
+        """Note the open checkpoints."""
         if operators_are_watched():
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, _KEEPS):
@@ -60,7 +59,7 @@ class KeptOutputs:
 
     @contextmanager
     def handed_out_again(self) -> Iterator[None]:
-        """Return a block that may consume kept outputs; afterwards they are available again."""
+        """Return a block after which consumed outputs are available again."""
         storages = list(self._storages.values())
         self._storages.clear()
         before = [pytree.tree_map_only(checkpoint._VersionWrapper, _alias, dict(storage)) for storage in storages]
@@ -70,7 +69,7 @@ class KeptOutputs:
 
 
 def _alias(output: Any) -> Any:
-    """Copy a kept output: autograd gives the consumed one a graph."""
+    """Copy an output without its graph."""
     alias = copy.copy(output)
     if isinstance(alias.val, torch.Tensor):
         alias.val = alias.val.detach()

@@ -1,4 +1,4 @@
-"""Closes the clipping groups of one tape: from their records to norms, clip coefficients and clipped sums."""
+"""Closes the clipping groups of one tape."""
 
 from __future__ import annotations
 
@@ -23,22 +23,19 @@ class Closer:
         self._scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
         # Multiplying by 0 for padding is safe because clip coefficients are finite.
         self.groups: dict[int, GroupTape] = {}
-        """Those that forward used, by number."""
+        """Groups that forward used, by number."""
         self.closed: set[int] = set()
-        """Groups with coefficients, in one pass: they take no more records."""
+        """Groups with coefficients, in one pass; they take no more records."""
         self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
-        self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait for others to close, by anchor
-        self._streams: dict[int, set[object]] = {}  # of the arrivals at shared anchors, on an accelerator
-        self._sums: dict[str, Tensor] = {}  # clipped sums of such uses
-        self._spanning: dict[int, Measured] = {}  # groups that wait for norms of other ranks
+        self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait for others, by anchor
+        self._streams: dict[int, set[object]] = {}  # of arrivals at shared anchors, on an accelerator
+        self._sums: dict[str, Tensor] = {}
+        self._spanning: dict[int, Measured] = {}  # wait for norms of other ranks
 
-    # --- records arrive ---------------------------------------------------------------------------------------------
+    # --- records arrive
 
     def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Return True if uses wait for ones with equal recipes; see [Note: Uses with equal recipes].
-
-        `tensors`: of one use, or of a row of uses.
-        """
+        """Return True if uses of one row wait for others; see [Note: Uses with equal recipes]."""
         scheme = self._scheme
         if not scheme.joining:
             return False
@@ -74,18 +71,12 @@ class Closer:
         return True
 
     def close_complete(self, names: Sequence[str]) -> None:
-        """Close the groups of these parameters that have all their records, if they share their anchor.
-
-        They have records of their own, so they do not wait for others; see [Note: Shared anchors].
-        """
+        """Close groups of these parameters that are complete; see [Note: Shared anchors]."""
         if self._scheme.shared:
             self._close_complete({self._scheme.group_of[name].index for name in names}, most=self._scheme.complete)
 
     def _close_complete(self, indices: Collection[int], *, most: int) -> None:
-        """Close those of some groups that have all their records, before their anchor runs, if they share one.
-
-        They wait for others while the records of the anchor's complete groups are `most` bytes at most; 0: at once.
-        """
+        """Close complete groups, once records of an anchor's complete groups have over `most` bytes."""
         ready: dict[int, list[int]] = {}
         for index in sorted(indices):
             anchor, group = self._scheme.shared.get(index), self.groups.get(index)
@@ -95,7 +86,6 @@ class Closer:
             if len(self._streams.get(anchor, ())) > 1:
                 continue  # only the anchor waits for all streams
             waiting = self._complete.pop(anchor, {})
-            # Once a group, because there may be hundreds.
             waiting.update({index: self.groups[index].nbytes if most else 0 for index in some})
             if most and sum(waiting.values()) <= most:
                 self._complete[anchor] = waiting
@@ -103,7 +93,7 @@ class Closer:
                 self._close_early(anchor, [*waiting])
 
     def _close_early(self, anchor: int, indices: Sequence[int]) -> None:
-        self.closed.update(indices)  # also if this fails: what is left would get a norm of its own
+        self.closed.update(indices)  # also if this fails: later records would get a norm of their own
         measured = self._measure(indices, self._stacks_of(anchor, indices), keep=True)
         if measured is not None:
             self._clip(measured)
@@ -111,19 +101,19 @@ class Closer:
             self.groups[index].sum_all()
 
     def note_streams(self, anchors: Sequence[int]) -> None:
-        """Note the stream of an arrival: what arrived on another one may not be there yet."""
+        """Note the stream of an arrival: other streams' arrivals may not be complete yet."""
         for anchor in anchors:
             if anchor in self._scheme.gpus:
                 self._streams.setdefault(anchor, set()).add(torch.cuda.current_stream(self._scheme.gpus[anchor]))
 
     def group(self, name: str) -> GroupTape:
-        """Return the group of a parameter that forward used."""
+        """Return the group of a used parameter."""
         return self.groups[self._scheme.group_of[name].index]
 
-    # --- groups close -----------------------------------------------------------------------------------------------
+    # --- groups close
 
     def close(self, anchor: int) -> None:
-        """Close the groups of an anchor that have records, in one pass, so that `take` works."""
+        """Close the groups of an anchor that have records."""
         stacks = self._stacks_of(anchor, None)
         self._streams.pop(anchor, None)
         self._complete.pop(anchor, None)
@@ -138,7 +128,7 @@ class Closer:
             self._clip(measured)
 
     def end_norms(self) -> None:
-        """End the pass for norms, and begin the one for sums."""
+        """End the first of two passes."""
         for index, group in self.groups.items():
             measured = self._measure([index], [], keep=False)
             if measured is not None:
@@ -146,7 +136,6 @@ class Closer:
             group.begin_sums()
 
     def _measure(self, indices: Sequence[int], stacks: Sequence[Stack], *, keep: bool) -> Measured | None:
-        """Measure groups and their stacks; None without any gradient."""
         parts, scale_B = self._scheme.roots.parts, self._scale_B
         if parts is not None:
             for index in indices:
@@ -161,7 +150,6 @@ class Closer:
         return None if norm_sq_MB is None else Measured(indices, [*own], stacks, rows, norm_sq_MB, scale_B)
 
     def _clip(self, measured: Measured) -> None:
-        """Fix the clip coefficients of groups, and sum their stacks."""
         scheme, indices, own = self._scheme, measured.indices, measured.own
         thresholds = [scheme.groups[index].threshold for index in indices]
         scales = {"loss_scale": self._loss_scale, "scale_B": measured.scale_B}
@@ -178,7 +166,7 @@ class Closer:
             scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
 
     def _stacks_of(self, anchor: int, indices: Sequence[int] | None) -> list[Stack]:
-        """Return the records of the uses that waited for groups; a use that met few others goes to its group."""
+        """Return the stacks of groups; pass uses without a stack to their groups."""
         if anchor not in self._stacks:
             return []
         stacks, alone = self._stacks[anchor].take(indices)
@@ -189,14 +177,14 @@ class Closer:
                 group.measure(source.label, keep=True, closing=True)
         return stacks
 
-    # --- groups with parameters on other stages ---------------------------------------------------------------------
+    # --- groups with parameters on other stages
 
     def own_norm_sq_B(self, index: int) -> Tensor | None:
-        """Return this rank's part [B] of the squared norms of a spanning group; None if it has none."""
+        """Return this rank's squared norms [B] of a spanning group, if any."""
         return self._spanning[index].norm_sq_MB[0] if index in self._spanning else None
 
     def clip_spanning(self, index: int, norm_sq_B: Tensor) -> None:
-        """Fix the coefficients of a spanning group, given its squared norms on all ranks, so that `take` works."""
+        """Fix the coefficients of a spanning group, from the squared norms [B] of all ranks."""
         self._clip(replace(self._spanning.pop(index), norm_sq_MB=norm_sq_B[None]))
 
     def take(self, name: str) -> Tensor | None:

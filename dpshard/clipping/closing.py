@@ -1,4 +1,4 @@
-"""From squared norms to clip coefficients, for one group or for several that close together."""
+"""From squared norms to clip coefficients."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from dpshard.records import OwnMemory, add_rows
 from dpshard.records.host import all_finite, elementwise, total
 
 _MOST_KEPT = 1024
-"""Size of the cache of `_places`."""
 
 
 class Pass(Enum):
@@ -30,7 +29,7 @@ class Pass(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Groups that close together, with the stacks of their small uses."""
+    """Groups that close together."""
 
     indices: Sequence[int]
     own: Sequence[int]
@@ -40,7 +39,6 @@ class Measured:
     """Places in `indices` of the groups of each stack's parameters."""
     norm_sq_MB: Tensor
     scale_B: Tensor | float
-    """See Tape."""
 
     def copy_records(self, groups: Mapping[int, GroupTape]) -> None:
         """Copy records that wait for other ranks: schedules receive the next activations where these were."""
@@ -59,10 +57,10 @@ class Clipped:
     sum_weight_MB: Tensor
     """Clip coefficients times `Tape.scale_B`: factors of recorded gradients."""
     nonfinite_MB: Tensor | None
-    """Samples of weight 0, without a finite norm or for another reason; None if all norms are finite."""
+    """Samples of weight 0; None if all norms are finite."""
 
     def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return the clipped sums of a stack, each parameter in the group at its place in `rows`."""
+        """Return the clipped sums of a stack, whose groups are `rows`."""
         if len(self.norm_MB) == 1:
             shape = len(rows), self.norm_MB.shape[1]
             nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
@@ -75,11 +73,9 @@ class Clipped:
 def squared_norms(
     groups: int, own: Mapping[int, Sequence[Tensor]], stacked: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Tensor | None:
-    """Return the squared norms [M, B] of M `groups`: sums of their `own` [B], and of rows of stacks [n, B].
+    """Return the squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B]; None without any.
 
     `stacked`: the group of each row, and the rows.
-
-    None without any.
     """
     if groups == 1:
         parts = [
@@ -109,7 +105,7 @@ def clip(
     norm_MB = elementwise(lambda xp, norm_sq_MB: xp.sqrt(norm_sq_MB) * loss_scale, norm_sq_MB)
     clip_coef_MB = factors(function, norm_MB, thresholds)
     sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
-    # Testing for non-finite norms would synchronise with an accelerator, so always mask there.
+    # A test for non-finite norms would synchronise with an accelerator, so mask there always.
     return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else sum_weight_MB == 0)
 
 
@@ -117,8 +113,7 @@ _kept_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not lru
 
 
 def _places(rows: tuple[int, ...], like: Tensor) -> Tensor:
-    """Return `rows` on the device of `like`."""
-    if type(like) is not Tensor:  # a FakeTensor without values must not serve real tensors later, nor the reverse
+    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
         return torch.tensor(rows, device=like.device)
     key = rows, like.device
     if key not in _kept_places:  # copying these numbers to an accelerator stalls
@@ -143,19 +138,19 @@ class ClippedSums:
     names: Sequence[str]
     tapes: Sequence[HasSums]
     handed_out: bool
-    """True if the caller of the backward pass would get one of them, instead of `.grad`."""
+    """True if the pass would return a sum, instead of filling `.grad`."""
     left_out: frozenset[str] = frozenset()
-    """Parameters to which the backward pass brings no gradient."""
+    """Parameters without a gradient in this pass."""
 
     @classmethod
     def to(cls, names: Sequence[str], tapes: Sequence[HasSums], reached: Sequence[bool] | None) -> ClippedSums:
-        """Return the sums of a pass that reaches these of the parameters; None: it would hand one out."""
+        """Return the sums; `reached`: see Anchor."""
         if reached is None or all(reached):
             return cls(names, tapes, reached is None)
         return cls(names, tapes, False, frozenset(n for n, there in zip(names, reached, strict=True) if not there))
 
     def take(self, name: str) -> Tensor | None:
-        """Compute the clipped sum of a parameter, once, and free its records; see GroupTape.take."""
+        """Compute the clipped sum of a parameter, once, and free its records."""
         if name in self.left_out:
             return None
         if len(self.tapes) == 1:

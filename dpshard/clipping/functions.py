@@ -1,4 +1,4 @@
-"""Clipping functions: from the norm of a per-sample gradient to its clip coefficient."""
+"""Clipping functions: from norms to clip coefficients."""
 
 from __future__ import annotations
 
@@ -17,44 +17,41 @@ from dpshard.records.host import constant, elementwise
 
 
 class ClippingFunction(Protocol):
-    """Turns the norm of a per-sample gradient into a factor for it."""
+    """A factor for a per-sample gradient."""
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """Return factors [B] for norms [B] (float32 or float64).
 
-        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers. It is 0 where the norm
-        is NaN or infinite.
+        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers; 0 for a NaN or infinite
+        norm.
         """
         ...
 
 
 def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
-    """Lower `clip_coef_B` [B] where it breaks the guarantee of ClippingFunction, to 0 if it or the norm is not finite.
-
-    In the dtype of `norm_B` (float32 or float64). `xp`: numpy or torch.
-    """
+    """Lower `clip_coef_B` to the guarantee of ClippingFunction. `xp`: numpy or torch."""
     bounded_B = xp.minimum(clip_coef_B, _largest(xp, norm_B, threshold))
     return xp.fmax(bounded_B, constant(xp, 0, norm_B))  # 0 for NaN
 
 
 def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
-    """Largest factors [B] that surely scale norms `norm_B` to at most `threshold`; >= 0, or NaN."""
+    """Largest factors that surely scale norms to at most `threshold`; >= 0, or NaN."""
     # Records measure no norm below `tiny`; it keeps 0 and -0.0 out of the divisor.
     tiny = constant(xp, float(xp.finfo(norm_B.dtype).tiny), norm_B)
     return _quotient(xp, threshold, xp.maximum(norm_B, tiny))
 
 
 def _quotient(xp: Any, threshold: float, divisor_B: Any) -> Any:
-    """Return a lower bound [B] of threshold / divisor, as real numbers, for divisors > 0; >= 0, or NaN."""
+    """Lower bound of threshold / divisor, as real numbers, for divisors > 0; >= 0, or NaN."""
     quotient_B = constant(xp, _at_most(threshold, divisor_B.dtype), divisor_B) / divisor_B
     # Division rounds by at most half a step, so one step towards zero gives a lower bound (0 for an infinite norm).
-    # zeros_like: nextafter takes no scalar of the CPU on another device.
+    # zeros_like: nextafter takes no CPU scalar on another device.
     return xp.nextafter(quotient_B, xp.zeros_like(quotient_B))
 
 
 @functools.lru_cache(maxsize=1024)  # adaptive thresholds change at every step
 def _at_most(x: float, dtype: Any) -> float:
-    """Largest number of `dtype` (float32, float64) not above `x` > 0; few thresholds are float32."""
+    """Largest number of `dtype` (float32, float64) not above `x` > 0."""
     if dtype.itemsize == 8:
         return x
     # numpy, because under a fake mode the cache would keep a fake tensor.
@@ -68,7 +65,7 @@ class AutomaticClipping:
     """C = R / (|g| + stability): no threshold to tune; Bu et al. 2022, arXiv:2206.07136."""
 
     stability: float = 0.01
-    """Added to the norm; > 0. Keeps the relative sizes of small gradients."""
+    """Added to the norm; > 0. Keeps small gradients small."""
 
     def __post_init__(self) -> None:
         require_positive("stability", self.stability)
@@ -78,7 +75,7 @@ class AutomaticClipping:
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
-        # The rounded sum is at least the norm, so this quotient keeps the guarantee. Numbers below `tiny` may become 0.
+        # The rounded sum is at least the norm, so the guarantee holds. Numbers below `tiny` may become 0.
         stability = max(self.stability, float(xp.finfo(norm_B.dtype).tiny))
         return xp.fmax(_quotient(xp, threshold, norm_B + stability), constant(xp, 0, norm_B))
 
@@ -98,7 +95,7 @@ class AbadiClipping:
 
 @dataclass(frozen=True, slots=True)
 class GlobalClipping:
-    """C = R / Z if |g| <= Z, else 0: keeps directions, drops outliers; Bu et al. 2021, arXiv:2106.07830."""
+    """C = R / Z if |g| <= Z, else 0: drops outliers; Bu et al. 2021, arXiv:2106.07830."""
 
     bound_over_threshold: float = 1.0
     """Z / R, >= 1."""
@@ -118,8 +115,6 @@ class GlobalClipping:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Guarded:
-    """A user's clipping function, with the guarantee enforced."""
-
     function: ClippingFunction
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
@@ -132,7 +127,6 @@ class _Guarded:
 
 
 _BY_ELEMENT = (AutomaticClipping, AbadiClipping, GlobalClipping)
-"""Functions that take norms of any shape."""
 
 _FUNCTIONS: dict[str, ClippingFunction] = {
     "automatic": AutomaticClipping(),
@@ -142,7 +136,7 @@ _FUNCTIONS: dict[str, ClippingFunction] = {
 
 
 def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the factors [M, B] of M groups, each with its threshold."""
+    """Return the factors [M, B] of M groups."""
     if isinstance(function, _BY_ELEMENT) and len(set(thresholds)) == 1:
         return function.factor(norm_MB, thresholds[0])
     rows = zip(norm_MB.unbind(), thresholds, strict=True)
@@ -150,9 +144,9 @@ def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[fl
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """Return the clipping function of a name, or an object with a `factor` method, its guarantee enforced.
+    """Return the clipping function of a name, or a `factor` method's with the guarantee enforced.
 
-    Raises ConfigurationError for anything else, and for an object without its own repr, which checkpoints need.
+    Raises ConfigurationError for anything else, or without a repr, which checkpoints need.
     """
     if isinstance(clipping_fn, str):
         if clipping_fn not in _FUNCTIONS:

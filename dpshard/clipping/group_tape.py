@@ -1,4 +1,4 @@
-"""The records of one clipping group: their norms, then their clipped sums."""
+"""The norms and clipped sums of one clipping group."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Roots:
     values: Mapping[str, Tensor]
     """Parameters as forward sees them; sharded ones are whole only while in use."""
     parts: Parts | None = None
-    """The ranks that hold parts of the model; None if every rank has the whole."""
+    """The ranks that hold parts of the model, if any."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""
@@ -51,7 +51,7 @@ class Roots:
         return Source(name, name, (name,), shape, lambda values: values[name], isometric=True, exact=True)
 
     def placeholder(self, name: str) -> dict[str, Tensor]:
-        """Return an empty tensor of a parameter's shape, because FSDP may have freed the value."""
+        """Return an empty tensor of a parameter's shape: FSDP may have freed the value."""
         value = self.values[name]
         return {name: torch.empty(tuple(self.shapes[name]), dtype=accum_dtype(value), device=value.device)}
 
@@ -74,10 +74,10 @@ class GroupTape:
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
-        self._versions: dict[str, list[int]] = {}  # of what waits: foreign code may write its tensors
+        self._versions: dict[str, list[int]] = {}  # foreign code may write the tensors that wait
         self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
-        """Small single records of parameters; measured and summed together at the end."""
+        """Small single records of parameters, joined at the end."""
         self.sum_weight_B: Tensor | None = None
         """Factors [B] of recorded gradients; None until the norms are known."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
@@ -85,13 +85,13 @@ class GroupTape:
         self.missing = 0
         """Uses without a gradient yet."""
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
-        self._whole_sq: list[Tensor] = []  # of those with parts on no other rank, if others have parts
-        self._nonfinite_B: Tensor | None = None  # samples without a finite norm; None if there are none
+        self._whole_sq: list[Tensor] = []  # of parameters that are whole on each rank, if others have parts
+        self._nonfinite_B: Tensor | None = None  # samples without a finite norm
         self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
         self._sums_are_slices = True  # of parameters whose records are terms
 
-    # --- uses --------------------------------------------------------------------------------------------------------
+    # --- uses
 
     def expect(self, names: Iterable[str]) -> None:
         """Count a use of each parameter in forward."""
@@ -100,11 +100,11 @@ class GroupTape:
             self.missing += 1
 
     def is_only_use(self, name: str) -> bool:
-        """Return True if forward used a parameter once, and no gradient has arrived."""
+        """Return True for a single use without a gradient yet."""
         return self._expected[name] == 1 and name not in self._arrived
 
     def arrive_first(self, name: str) -> None:
-        """Count the gradient of a parameter that had none."""
+        """Count the only gradient of a parameter."""
         self._arrived[name] = 1
         self.missing -= 1
 
@@ -124,7 +124,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use with gradients; return True for the last use of the parameter."""
+        """Count a use with gradients; return True for a parameter's last."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(
@@ -134,10 +134,10 @@ class GroupTape:
         self.missing -= 1
         return arrived == self._expected[name]
 
-    # --- norms -------------------------------------------------------------------------------------------------------
+    # --- norms
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Add the squared norms of a parameter; if `keep`, keep its records, perhaps elsewhere unless `closing`."""
+        """Measure a parameter's records; if `keep`, keep them, perhaps elsewhere unless `closing`."""
         entries = self.entries.pop(name, [])
         if not entries:
             return
@@ -145,7 +145,6 @@ class GroupTape:
             entries = [(self.sources[name], self._slice(name, entries))]
         source = entries[0][0]
         if len(entries) > 1 and not all(_is_same(source, other) for other, _ in entries):
-            # Pull uses through different derivations (slices, transposes) back to the root.
             entries, source = self._at_root(name, entries), self.sources[name]
         first, *others = [record for _, record in entries]
         offload = None if closing else self._offload
@@ -172,7 +171,6 @@ class GroupTape:
         return kept
 
     def _is_cut(self, name: str) -> bool:
-        """Return True if other ranks hold other parts or slices, or no rank holds parts."""
         parts = self.roots.parts
         return parts is None or parts.adds_squares(name)
 
@@ -181,15 +179,15 @@ class GroupTape:
         return parts is not None and parts.is_termwise(name)
 
     def _slice(self, name: str, entries: list[tuple[Source, Record]]) -> Record:
-        """Return a record of this rank's slice of the sum of all ranks' records; all of them meet here."""
+        """Return a record of this rank's slice of the ranks' sum; all ranks meet here."""
         assert self.roots.parts is not None
         first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
         return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
 
     def squares(self, *, keep: bool) -> list[Tensor]:
-        """Measure the rest, and return squared norms [B] that add up to those of the group; none without a gradient."""
+        """Measure the rest, and return squared norms [B] to add up."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
-            self.measure(name, keep=keep, closing=True)  # backward never reached a use in some branch
+            self.measure(name, keep=keep, closing=True)  # backward reached no use in some branch
         small, self.small = self.small, {}
         for name, record in small.items():
             self._require_unwritten(name, [record], measured=False)
@@ -214,7 +212,7 @@ class GroupTape:
                 self._bundles.append(replace(bundle, record=kept[0]))
 
     def _complete(self, parts: Parts) -> None:
-        """Add the squares of the parts on other ranks; all ranks meet here, in one order of groups."""
+        """Add the squares of other ranks' parts; all ranks meet here, in one order of groups."""
         cut, whole = self._norm_sq, self._whole_sq
         if cut or whole:
             none_B = torch.zeros_like((cut or whole)[0])
@@ -222,13 +220,13 @@ class GroupTape:
             self._whole_sq = []
 
     def _require_unwritten(self, name: str, records: Iterable[Record], *, measured: bool = True) -> None:
-        """Raise LogicalBatchError unless the tensors of records are as they were: measured, or small and waiting."""
+        """Raise LogicalBatchError unless the tensors of records are as they were."""
         before = self._versions.pop(name, None)
         if before is not None and before != [versions(record) for record in records]:
             raise changed(name, measured=measured)
 
     def copy_records(self, memory: OwnMemory) -> None:
-        """Keep the measured records in memory of their own."""
+        """Copy the measured records."""
         for name, some in self.entries.items():
             self._require_unwritten(name, [record for _, record in some])
         self.entries = {name: [(s, memory.of(r)) for s, r in some] for name, some in self.entries.items()}
@@ -236,13 +234,13 @@ class GroupTape:
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
 
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm, if any."""
+        """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm."""
         self.sum_weight_B, self._nonfinite_B = sum_weight_B, nonfinite_B
         if self._offload is not None:
             self._offload.expect([waiting for entries in self._waiting.values() for _, waiting in entries])
 
     def begin_sums(self) -> None:
-        """Begin the second pass, in which all records arrive again."""
+        """Begin the second of two passes."""
         self._bundles.clear()
         self._arrived.clear()
         self.missing = sum(self._expected.values())
@@ -258,12 +256,11 @@ class GroupTape:
             for source, record in entries
         ]
 
-    # --- sums --------------------------------------------------------------------------------------------------------
+    # --- sums
 
     def _weights(self, name: str) -> tuple[Tensor, Tensor | None]:
-        """Return factors and mask of the samples of a parameter's records."""
         weight_B, nonfinite_B, parts = self.sum_weight_B, self._nonfinite_B, self.roots.parts
-        assert weight_B is not None  # sum() asks for it
+        assert weight_B is not None
         if parts is None or self._is_cut(name):
             return weight_B, nonfinite_B
         return parts.select_own(weight_B), None if nonfinite_B is None else parts.select_own(nonfinite_B)
@@ -287,22 +284,21 @@ class GroupTape:
             self._add_sum(name, source, record, own_B, dead_B)
 
     def sum_all(self) -> None:
-        """Add the clipped sums of all records, and drop them."""
+        """Sum all records, and drop them."""
         for name in [*self.entries]:
             self.sum(name)
         self._sum_bundles()
 
     def _add_sum(self, name: str, source: Source, record: Record, weight_B: Tensor, dead_B: Tensor | None) -> None:
-        """Add the clipped sum of a record without the samples of the mask [B], whose weights are 0."""
         part = (record if dead_B is None else record.without(dead_B)).clipped_sum(weight_B)
         if source.label != name:
             part = pull_back(source, part, self.roots.placeholder(name))[name]
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
-        """Return the clipped sum of a parameter, once, and free its records; None if no gradient has arrived.
+        """Return the clipped sum of a parameter, once, and free its records; None without a gradient.
 
-        Of a parameter whose records are terms of a sum over ranks, return this rank's slice (see parts.py), real.
+        Terms of a sum over ranks give this rank's slice.
         """
         if name in self.entries or name in self._waiting:
             self.sum(name)

@@ -1,4 +1,4 @@
-"""Clipping groups: parameters with a common norm, and the clipping styles that form them."""
+"""Clipping groups, and the styles that form them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ class ClippingGroup:
     """Parameters that are clipped by a common norm."""
 
     index: int
-    """Position among the groups."""
     label: str
-    """Name for readers: a module path, a parameter name, "all-layer"."""
+    """Module path, parameter name, or "all-layer"."""
     names: tuple[str, ...]
     """Trainable parameters, in the order of `named_parameters()`."""
     threshold: float
@@ -31,24 +30,23 @@ class ClippingGroup:
 
 
 def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """Return sqrt(sum R_m^2), the L2 sensitivity of the concatenated clipped sums to adding or removing one sample."""
+    """Return sqrt(sum R_m^2): L2 sensitivity of the concatenated clipped sums to one sample."""
     return math.sqrt(sum(group.threshold**2 for group in groups))
 
 
 def partition(
     model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Return the clipping groups of `style` over the parameters named in `trainable`; see `labelled`."""
+    """Return the clipping groups of `style` over the `trainable` parameters."""
     groups = labelled(model, style, trainable)
     return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
 
 
 def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str]) -> dict[str, list[str]]:
-    """Return the names of the parameters of each clipping group, by its label.
+    """Return the parameter names of each clipping group, by its label.
 
-    "layer-wise": by the module that owns the parameter (a shared one by its first owner). "block-wise": by the
-    outermost element that holds it, of a ModuleList or Sequential, or of a ModuleDict of one class. Other parameters
-    form one more group. Raises ConfigurationError for an unknown style.
+    "layer-wise": by the module that owns the parameter first. "block-wise": by the outermost element of a ModuleList, a
+    Sequential, or a ModuleDict of one class; others form one group. Raises ConfigurationError for an unknown style.
     """
     if not isinstance(style, str):
         return _listed(model, style)
@@ -100,7 +98,6 @@ def form_groups(
 
 
 def _listed(model: nn.Module, style: Sequence[Sequence[str]]) -> dict[str, list[str]]:
-    """Return the groups of an explicit style, with every name of a tied weight mapped to its first."""
     first: dict[Tensor, str] = {}
     named = [(canonical_name(name), p) for name, p in model.named_parameters(remove_duplicate=False)]
     known = {name: first.setdefault(p, name) for name, p in named}
@@ -128,7 +125,6 @@ def _blocks(model: nn.Module) -> list[str]:
 
 
 def _is_row(module: nn.Module) -> bool:
-    """Return True if the children of a container are blocks: torchtitan has them in a ModuleDict, by their numbers."""
     if isinstance(module, nn.ModuleDict):
         return len(module) > 1 and len({type(child) for child in module.values()}) == 1
     return isinstance(module, (nn.ModuleList, nn.Sequential))

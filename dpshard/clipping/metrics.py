@@ -17,17 +17,17 @@ FIGURES = (
     "sum of norms",
     "largest norm",
 )
-"""Figures of one group in one micro-batch: sums over samples, and a maximum at the end."""
+"""Of one group in one micro-batch: sums over samples, and a maximum at the end."""
 
 
 class BatchMetrics:
-    """Sums over the samples of one logical batch, on the device until a method reads them."""
+    """Sums over the samples of one logical batch."""
 
     def __init__(self) -> None:
         self.samples = 0
-        """Samples of the logical batch, if known, with those without any backward."""
+        """Samples of the logical batch, if known, also without a backward."""
         self._groups: dict[str, list[Tensor]] = {}
-        self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding per group
+        self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding by group
         self._signal: Tensor | None = None
         self._noise = 0.0
         self._losses: list[Tensor] = []  # sum over rows and number of rows, [2] per micro-batch
@@ -39,7 +39,7 @@ class BatchMetrics:
         self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)
 
     def _take_stock(self) -> None:
-        """Reduce the norms of a micro-batch to FIGURES, in one operation for hundreds of groups."""
+        """Reduce the norms of a micro-batch to FIGURES."""
         alike: dict[Any, list[str]] = {}
         for label, (threshold, norm_B, is_padding_B) in self._fresh.items():
             alike.setdefault((threshold, norm_B.shape, norm_B.device, id(is_padding_B)), []).append(label)
@@ -66,7 +66,7 @@ class BatchMetrics:
         self._fresh.clear()
 
     def add_loss(self, loss: Tensor, is_padding_B: Tensor | None) -> None:
-        """Add the loss of one micro-batch: a mean over its rows, or one value per row. Skip non-finite rows."""
+        """Add a micro-batch's loss, a mean or one value per row, without non-finite rows."""
         if loss.dim() == 0:
             rows = torch.ones_like(loss) if is_padding_B is None else (~is_padding_B).sum()
             total = torch.where(rows > 0, loss.double() * rows, 0)  # without samples the loss may be NaN
@@ -78,13 +78,13 @@ class BatchMetrics:
         self._losses.append(torch.stack([total, rows.double()]))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Set the norms of the clipped sum [] and (expected) of its noise, both before division by the batch size."""
+        """Set the norms of the clipped sum and (expected) of its noise, before division."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by those of all ranks; `stack` gathers the vectors of all ranks as rows.
+        """Replace the figures by those of all ranks; `stack` gathers their vectors as rows.
 
-        Every rank must pass the labels of all groups, in one order, even of groups that it has not used.
+        Every rank must pass all labels in one order.
         """
         groups_MF = self._totals(labels)
         seen_M1 = groups_MF.new_ones(len(labels), 1)
@@ -102,7 +102,7 @@ class BatchMetrics:
         self.samples = int(ranks_WX[:, -1].sum())
 
     def _totals(self, labels: Sequence[str]) -> Tensor:
-        """Return FIGURES of whole groups, float64 [M, F], zeros for a group that was not used."""
+        """Return FIGURES, float64 [M, F]."""
         self._take_stock()
         device = next((totals[0].device for totals in self._groups.values()), torch.device("cpu"))
         nothing = torch.zeros(1, len(FIGURES), dtype=torch.float64, device=device)
@@ -111,15 +111,14 @@ class BatchMetrics:
         return torch.stack(rows) if rows else nothing[:0]
 
     def _loss(self, device: torch.device) -> Tensor:
-        """Return the sum of losses and the number of their rows, float64 [2]."""
         parts = [part.to(device) for part in self._losses]
         return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
         """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
 
-        A sample without a finite gradient in the group counts as unclipped. So one sample always changes each entry by
-        1/2. This holds even if other samples decide whether a group runs (experts, a branch).
+        A sample without a finite gradient in the group counts as unclipped. So one sample changes each entry by 1/2,
+        even if others decide whether a group runs.
         """
         return self.samples / 2 - self._totals(labels)[:, 2].cpu()
 

@@ -1,4 +1,4 @@
-"""Counts the forwards on some samples, and the backwards that complete them."""
+"""Counts forwards without a complete backward."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ HALFWAY = "its backward failed half-way"
 
 
 class OwedBackwards:
-    """The forwards on the samples of one tape, and whether each had a complete backward."""
+    """The forwards on one tape's samples."""
 
     def __init__(self) -> None:
         self.count = 0
         self._owed: set[int] = set()  # forwards without a backward
-        self._used: set[int] = set()  # forwards that used a trainable parameter
-        self._trained: set[int] = set()  # forwards with records
-        self._reached: dict[int, bool] = {}  # forwards in the running backward: whether with records
-        self._backward = -1  # number of the running backward
+        self._used: set[int] = set()  # with a trainable parameter
+        self._trained: set[int] = set()  # with records
+        self._reached: dict[int, bool] = {}  # in the running backward: whether with records
+        self._backward = -1
 
     def begin(self) -> None:
-        """Count a forward, which owes a backward."""
+        """Count a forward."""
         self.count += 1
         self._owed.add(self.count)
 
@@ -34,7 +34,7 @@ class OwedBackwards:
         return self.count
 
     def end(self, outputs: Iterable[Any]) -> None:
-        """End the latest forward; without trainable parameters it owes no backward."""
+        """End the latest forward, which owes a backward if it used trainable parameters."""
         if self.count not in self._used:
             self._owed.discard(self.count)
             return
@@ -48,7 +48,7 @@ class OwedBackwards:
         self.reach(forward, trained=False)
 
     def reach(self, forward: int, *, trained: bool) -> None:
-        """Note that the running backward reaches a forward; `trained`: with respect to parameters."""
+        """Note that the running backward reaches a forward, `trained` with records."""
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
@@ -68,7 +68,7 @@ class OwedBackwards:
         return not self._trained and bool(self._owed or self._used)
 
     def unfinished(self, *, inputs_suffice: bool) -> str | None:
-        """Return why the micro-batch is incomplete, or None. `inputs_suffice`: allow gradients of inputs only."""
+        """Return why the micro-batch is incomplete, or None."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

@@ -1,8 +1,7 @@
-"""The uses of one compiled region: all its slots come from one node, and their gradients arrive together.
+"""The uses of one compiled region: their slots come from one node, and their gradients arrive together.
 
-[Note: Rows of uses] Uses that can be recorded together form a row. They share the dummies of their slot, which the
-region cuts along the samples. So its code joins their records, and a region of many equal blocks has as many dummies as
-one block.
+[Note: Rows of uses] Uses that can be recorded together form a row, and share the dummies of their slot. The region cuts
+these along the samples, so its code joins their records.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class Row:
     templates: tuple[Tensor, ...]
     """Of all uses, joined along the samples."""
     dim: int = 0
-    """Dimension of the samples in their tensors, if they are several."""
+    """Dimension of the samples, if uses are several."""
 
     def cut(self, x: Tensor | None) -> Sequence[Tensor | None]:
         """Return the parts of a joined tensor, one a use."""
@@ -39,7 +38,7 @@ class Row:
 
 
 def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
-    """Return the places of uses that can form a row; `roots`: the parameters as sources."""
+    """Return the places of uses that can form a row."""
     counts = Counter(name for use, _ in asked for source in use.sources for name in source.roots)
     alike: dict[object, list[int]] = {}
     for i, (use, templates) in enumerate(asked):
@@ -70,15 +69,14 @@ def _joined(templates: tuple[Tensor, ...], dim: int, n: int) -> tuple[Tensor, ..
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """Facts of the uses of a region that no call changes."""
+    """Facts of a region's uses that no call changes."""
 
     rows: Sequence[Row]
     names: dict[int, list[str]]
     """Root parameters of every use, by group."""
     places: tuple[slice, ...]
-    """Places of each row's gradients among those of the region."""
+    """Places of each row's gradients among the region's."""
     anchors: list[int]
-    """Anchors of all uses, sorted."""
 
     def fits(self, rows: Sequence[Row]) -> bool:
         """Return True if the plan was made for these rows."""
@@ -88,7 +86,7 @@ class RegionPlan:
 
 
 def plan_region(rows: Sequence[Row], anchor_of: Mapping[str, int], group_of: Mapping[str, int]) -> RegionPlan:
-    """Return the plan of these rows; `anchor_of`, `group_of`: the anchor and the group of each parameter."""
+    """Return the plan of these rows."""
     ends = accumulate((len(row.templates) for row in rows), initial=0)
     places = tuple(slice(start, end) for start, end in pairwise(ends))
     names: dict[int, list[str]] = {}

@@ -1,15 +1,12 @@
-"""How one model is clipped: its groups, their thresholds, and the anchors that close them.
+"""How one model is clipped: its groups, thresholds and anchors.
 
-[Note: Shared anchors] An anchor, and the closing of a group, cost hundreds of Python calls and some launches. For
-groups of small layers that is more than their arithmetic. So consecutive groups share an anchor as long as their
-clipped sums are `WAITING` bytes at most. A group waits for other groups if all its uses wait for equal ones ([Note:
-Uses with equal recipes]). When the anchor runs, or `WAITING` bytes wait, all of them close together. Any other group
-closes as soon as its last record arrives. So its records are freed as early as by its own anchor. Only its clipped sums
-wait for the anchor. A constant bounds the memory of what waits. A group that backward reaches in part waits for its
-anchor. On a GPU, complete groups wait for each other while their records are `COMPLETE` bytes at most. So the launches
-from norms to clip coefficients serve all of them. Three kinds of groups each keep an anchor. Ranks that hold parts of a
-model must meet in each group, in one order. Offloaded records are fetched group by group. Sums of a group that spans
-stages wait for norms of other ranks.
+[Note: Shared anchors] An anchor, and the closing of a group, cost hundreds of Python calls. So consecutive groups share
+an anchor while their clipped sums are `WAITING` bytes at most. Groups whose uses all wait for equal ones close
+together. Other groups close at their last record, to free their records early. On a GPU they wait for each other up to
+`COMPLETE` bytes, to share launches. A group that backward reaches in part waits for its anchor.
+
+Three kinds of groups keep their own anchors. Ranks with parts of a model must meet in each group, in one order.
+Offloaded records are fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
 """
 
 from __future__ import annotations
@@ -32,11 +29,10 @@ from dpshard.records import accum_dtype
 from dpshard.rules.call import Source
 
 WAITING = {"cpu": 2**25, "cuda": 2**27}
-"""Bytes of clipped sums, and of small records, that may wait for a shared anchor, by device (32 and 128 MiB, of each).
-"""
+"""Bytes of clipped sums, and of small records, that may wait for a shared anchor."""
 
 COMPLETE = {"cpu": 0, "cuda": 2**27}
-"""Bytes of the records of complete groups that may wait for a shared anchor (128 MiB)."""
+"""Bytes of complete groups' records that may wait for a shared anchor."""
 
 
 class Sink(Protocol):
@@ -47,7 +43,7 @@ class Sink(Protocol):
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """Return the gradients of the anchor of these sums, one per parameter."""
+        """Return the gradients of the anchor, one per parameter."""
         ...
 
 
@@ -65,12 +61,12 @@ class Scheme:
         at_once: bool = False,
         spanning: frozenset[int] = frozenset(),
     ) -> None:
-        """Choose the anchors; `at_once`: the records of all groups arrive together, so one anchor closes all."""
+        """Choose the anchors; one if all records arrive `at_once`."""
         self.roots, self.function, self.execution, self.sink = roots, function, execution, sink
         self.spanning = spanning
-        """Numbers of the groups with parameters on other ranks: after backward, their owner calls `clip_spanning`."""
+        """Numbers of the groups with parameters on other ranks; their owner calls `clip_spanning`."""
         self.groups = groups
-        """Groups with the thresholds of the logical batch in progress."""
+        """With the thresholds of the logical batch in progress."""
         kind = next((x.device.type for x in roots.values.values()), "cpu")
         self.waiting, self.complete = (most.get(kind, most["cpu"]) for most in (WAITING, COMPLETE))
         self.group_of = {name: group for group in groups for name in group.names}
@@ -80,20 +76,18 @@ class Scheme:
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
         joins = roots.parts is None and execution.records_on_device is None
         self.joining = {i for i, names in enumerate(self.anchors) if joins and len(names) >= FEWEST}
-        """Anchors for which small uses may wait for others; see [Note: Uses with equal recipes]."""
+        """Anchors whose small uses may wait for others."""
         self.groups_at = [[*dict.fromkeys(self.group_of[name].index for name in names)] for names in self.anchors]
-        """Numbers of the groups with parameters of each anchor."""
+        """Numbers of each anchor's groups."""
         several = [] if at_once else [(i, indices) for i, indices in enumerate(self.groups_at) if len(indices) > 1]
         self.shared = {index: i for i, indices in several for index in indices}
-        """The anchors of groups that may close before theirs; see [Note: Shared anchors]."""
+        """The anchors of groups that may close earlier."""
         self.withheld = {i for i, indices in enumerate(self.groups_at) if not spanning.isdisjoint(indices)}
-        """Anchors of groups that span ranks, one each."""
         devices = {i: roots.values[self.anchors[i][0]].device for i, _ in several}
         self.gpus = {i: device for i, device in devices.items() if device.type == "cuda"}
         """Devices of shared anchors with streams."""
 
     def _anchors(self, *, at_once: bool) -> Iterator[Sequence[str]]:
-        """Yield the parameters of each anchor: of one or several groups; one parameter each in two passes."""
         if self.execution.backward_passes == 2:
             yield from ((name,) for name in self.group_of)
         elif at_once:
@@ -104,7 +98,6 @@ class Scheme:
             yield from self._shared()
 
     def _shared(self) -> Iterator[Sequence[str]]:
-        """Yield the parameters of consecutive groups on one device."""
         names: list[str] = []
         nbytes, devices = 0, set[torch.device]()
         for group in self.groups:
@@ -124,12 +117,12 @@ class Scheme:
         return math.prod(self.roots.shapes[name]) * accum_dtype(self.roots.values[name]).itemsize
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set the thresholds, one per group; only between logical batches, so that a sum has one sensitivity."""
+        """Set one threshold per group; only between logical batches, because a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
-        """Return the sorted numbers of the anchors for the roots of `sources`."""
+        """Return the sorted anchors of `sources`."""
         if len(self.anchors) == 1:
             return [0]
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})

@@ -1,10 +1,9 @@
-"""Small uses of parameters that are recorded together when their anchor closes.
+"""Small uses of parameters that are recorded together.
 
-[Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. But a model
-is made of equal blocks. So the tensors of a small use wait until its group closes. Among the groups that close, all
-uses with equal recipes and sizes become one use of the samples of all. So there is one record to make, to measure and
-to sum. Other uses are recorded as they arrive. Norm and sum both see what waits as it is then, so a write in the
-meantime breaks no bound. It is refused, because it changes the gradient.
+[Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. So its
+tensors wait until its group closes. Then all uses with equal recipes and sizes become one use of the samples of all.
+Norm and sum both see what waits as it is then, so a write in the meantime breaks no bound. It is refused, because it
+changes the gradient.
 """
 
 from __future__ import annotations
@@ -26,26 +25,26 @@ from dpshard.records.written import changed
 from dpshard.rules.call import Recipe, Source
 
 FEWEST = 4
-"""Uses that are worth a stack; the records of fewer join others in a Bundle."""
+"""Uses that are worth a stack."""
 
 _NBYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")  # a comprehension would be a call for each use
 
 _TOGETHER = 2**5
-"""Bytes of uses that become one, over those of the largest small use; bounds the memory of their copies."""
+"""Bytes of uses that become one, over those of the largest small use; bounds the memory of copies."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Uses with equal recipes, and their tensors, joined along the samples if they are several."""
+    """Uses with equal recipes, and their joined tensors."""
 
     uses: Sequence[Use]
     tensors: Sequence[Tensor]
     nbytes: int
     version: int
-    """Sum of the versions of the tensors when they arrived; every write that torch counts raises it."""
+    """Sum of the tensors' versions at arrival; every write that torch counts raises it."""
 
     def cut(self, dim: int) -> Sequence[_Row]:
-        """Return a row for each use, whose samples are in `dim`."""
+        """Return a row for each use."""
         self.refuse_written()
         parts = zip(*[x.chunk(len(self.uses), dim) for x in self.tensors], strict=True)
         return [_row([use], part) for use, part in zip(self.uses, parts, strict=True)]
@@ -67,7 +66,6 @@ class Stack:
     names: list[str]
     stacked: Stacked
     groups: list[int]
-    """Clipping group of each parameter."""
 
     def measured(self, execution: Execution) -> Tensor:
         """Squared norms [n, B]."""
@@ -75,7 +73,7 @@ class Stack:
         return norm_sq_nB
 
     def copy_records(self, memory: OwnMemory) -> None:
-        """Keep the records in memory of their own."""
+        """Copy the records."""
         self.stacked = replace(self.stacked, record=memory.of(self.stacked.record))
 
     def clipped_sums(self, sum_weight_nB: Tensor, nonfinite_nB: Tensor | None) -> dict[str, Tensor]:
@@ -90,12 +88,12 @@ class Stacks:
     def __init__(self, group_of: Mapping[str, ClippingGroup]) -> None:
         self._group_of = group_of
         self._waiting: dict[Any, tuple[Recipe, list[_Row]]] = {}
-        self._groups: set[int] = set()  # at least those with parameters of what waits
+        self._groups: set[int] = set()
         self.nbytes = 0
         """Of all that waits."""
 
     def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
-        """Take uses with their recipe, and their tensors, joined along the samples; `groups`: of their parameters."""
+        """Take uses of `groups` with their recipe and joined tensors."""
         n = len(uses)
         key = (recipe, *[(x.shape if n == 1 else _of_one(x, recipe.axis.dim, n), x.dtype, x.device) for x in tensors])
         row = _row(uses, tensors)
@@ -104,10 +102,7 @@ class Stacks:
         self.nbytes += row.nbytes
 
     def take(self, groups: Collection[int] | None = None) -> tuple[list[Stack], list[tuple[Use, Sequence[Tensor]]]]:
-        """Return the records of all that waits with parameters in `groups`, and the uses that were no stack.
-
-        These met few others with their recipe, or have parameters in other groups, too. None: of every group.
-        """
+        """Return the stacks with parameters in `groups` (None: all), and the uses without a stack."""
         stacks: list[Stack] = []
         alone: list[_Row] = []
         if groups is not None and self._groups.isdisjoint(groups):
@@ -127,7 +122,7 @@ class Stacks:
         return stacks, [(row.uses[0], row.tensors) for row in alone]
 
     def _divide(self, rows: list[_Row], groups: Collection[int], dim: int) -> tuple[list[_Row], list[_Row]]:
-        """Take from `rows` those with parameters only in `groups`, and those with parameters there and elsewhere."""
+        """Split `rows` by their parameters: all in `groups`, some, or none, which stay."""
         inside: list[_Row] = []
         across: list[_Row] = []
         outside: list[_Row] = []
@@ -141,11 +136,10 @@ class Stacks:
         return inside, across
 
     def _inside(self, row: _Row, groups: Collection[int]) -> frozenset[bool]:
-        """Return whether each parameter of a row is in `groups`."""
         return frozenset(self._group_of[source.label].index in groups for use in row.uses for source in use.sources)
 
     def _stacked(self, recipe: Recipe, rows: list[_Row]) -> Iterator[Stack]:
-        """Make the records of uses with one recipe, in batches of so few bytes that their copies take little memory."""
+        """Bound the memory of copies by batches."""
         most = _TOGETHER * small_bytes(rows[0].tensors[0].device)
         while rows:
             batch, nbytes = [rows.pop()], 0
@@ -154,7 +148,6 @@ class Stacks:
             yield from self._made(recipe, batch)
 
     def _made(self, recipe: Recipe, rows: Sequence[_Row]) -> Iterator[Stack]:
-        """Make the records of uses together, those of the first source first."""
         for row in rows:
             row.refuse_written()
         uses = [use for row in rows for use in row.uses]
@@ -175,9 +168,9 @@ def _of_one(x: Tensor, dim: int, uses: int) -> torch.Size:
 
 
 def recipe_to_join(use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Source], uses: int = 1) -> Recipe | None:
-    """Return the recipe of a use that can be recorded together with others, else None.
+    """Return the recipe of a use that can be recorded with others, else None.
 
-    `tensors`: those that arrive, or their templates, joined for so many `uses`. `roots`: the parameters as sources.
+    `tensors`: of `uses` joined uses. `roots`: the parameters as sources.
     """
     recipe = use.build
     if not isinstance(recipe, Recipe) or recipe.axis.adjacent or recipe.axis.routed:

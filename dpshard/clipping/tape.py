@@ -1,9 +1,7 @@
-"""The tape: turns per-sample records into norms, clip coefficients and clipped sums within one backward pass.
+"""The tape: from per-sample records to clipped sums, within one backward pass.
 
-All forwards of a micro-batch of `engine.batches` share a tape. So a sample has one gradient and one coefficient,
-however often the model is called. A group's first use makes its anchor. Autograd runs younger nodes first, so groups
-close, and free their records, early. See [Note: Anchor, slot, tap] in autograd_nodes.py. With two passes each parameter
-has its own anchor, because the second pass has all coefficients.
+All forwards of a micro-batch of `engine.batches` share a tape, because a sample has one gradient and one coefficient.
+Groups close, and free their records, early: autograd runs younger nodes, so the anchors of late layers, first.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ Take = Callable[[str], Tensor | None]
 
 
 class Tape:
-    """The records of one set of B samples, by clipping group."""
+    """The records of B samples, by clipping group."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -52,10 +50,9 @@ class Tape:
         loss_scale: float,
         owners: Owners | None = None,
     ) -> None:
-        """Take B = `batch_size` samples; with `owners`, as many rows of packed samples, each of one owner."""
+        """Take B = `batch_size` samples; with `owners`, rows of packed samples."""
         self.clipper = clipper
         self.batch_size = batch_size
-        """Samples that rules record: B, or the rows of packed samples."""
         self.owners = owners
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
@@ -71,23 +68,23 @@ class Tape:
 
     @property
     def unfinished(self) -> str | None:
-        """Reason why the samples do not count whole; None if every forward had a complete backward."""
+        """Why the samples do not count whole; None if every forward had a complete backward."""
         return HALFWAY if self.aborted else self.forwards.unfinished(inputs_suffice=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward `keep` and its gradient arrive here as the records of `use`."""
+        """Return `output`; in backward, `keep` and its gradient arrive as records of `use`."""
         tokens, arrive = self.expect(use)
         return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return one tensor equal to each template; their gradients arrive here as the records of `use`.
+        """Return a tensor equal to each template; their gradients arrive as records of `use`.
 
-        Templates of integers (token ids) get a float64 slot, which holds them exactly.
+        Integer templates get a float64 slot, which holds them exactly.
         """
         return self.region([Row((use,), templates)])[0]
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of the uses of a compiled region, by row, from one node."""
+        """Return the slots of a compiled region's uses, by row, from one node."""
         if not rows:
             return []
         plan = self.clipper.plan_of(rows)
@@ -103,7 +100,6 @@ class Tape:
         return [made[place] for place in plan.places]
 
     def _region_arrives(self, forward: int, plan: RegionPlan, gradients: Sequence[Tensor | None]) -> None:
-        """Take the gradients of a region's slots, those of its last row first."""
         self._begin_arrival(forward, plan.rows[-1].uses[-1], plan.anchors, plan.names)
         for row, place in zip(reversed(plan.rows), reversed(plan.places), strict=True):
             tensors = gradients[place]
@@ -114,7 +110,7 @@ class Tape:
                 self.arrive(use, parts)
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect the records of `use`; return the tokens of its anchors, and a receiver for the records."""
+        """Expect records of `use`; return its anchors' tokens, and a receiver."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens, anchors = [], self.clipper.anchors_of(use.sources)
@@ -132,11 +128,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use, anchors, indices)
 
     def tokens(self) -> list[Tensor]:
-        """Return the tokens of this tape's uses, which the clipper may have dropped after another backward."""
+        """Return the tokens of this tape's uses."""
         return list(self._tokens.values())
 
     def unused_anchor_tokens(self) -> list[Tensor]:
-        """Return the tokens of unused anchors in used groups, because DDP's reducer waits for their gradients."""
+        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -145,12 +141,10 @@ class Tape:
     def _arrive_from(
         self, forward: int, use: Use, anchors: list[int], indices: Collection[int], tensors: Sequence[Tensor | None]
     ) -> None:
-        """Receive a use; autograd calls this once per use and pass."""
         self._begin_arrival(forward, use, anchors, indices)
         self.arrive(use, tensors)
 
     def _begin_arrival(self, forward: int, use: Use, anchors: list[int], indices: Collection[int]) -> None:
-        """Begin the arrival of records of the groups `indices`, at `anchors`; raise LogicalBatchError if too late."""
         self._require_open(use, indices)
         if self.current is not Pass.NORMS:
             self.forwards.reach(forward, trained=True)
@@ -173,7 +167,7 @@ class Tape:
             )
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
-        """Take the tensors kept for a use, and its gradient, as records."""
+        """Take the kept tensors of a use, and its gradient, as records."""
         there = [x for x in tensors if x is not None]
         if len(there) == len(tensors):
             if self._joins_others((use,), there):
@@ -194,13 +188,12 @@ class Tape:
             self.closer.close_complete([name for _, name in complete])
 
     def _joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Return True if uses wait for others; `tensors`: of one use, or of a row of uses."""
         if self.owners is not None or self.current is not Pass.BOOK_KEEPING:
             return False
         return self.closer.joins_others(uses, tensors)
 
     def _add(self, source: Source, record: Record) -> None:
-        """Add a record of a source as records of its root parameters."""
+        """Add a source's record to its root parameters."""
         if source.isometric:
             name = source.roots[0]
             self.closer.group(name).add(name, source, record)
@@ -209,7 +202,7 @@ class Tape:
             self.closer.group(name).add(name, self.clipper.sources[name], root)
 
     def _summed(self, use: Use, record: Record) -> Record:
-        """Return the record with the terms of other ranks; see [Note: Norms of parts]."""
+        """Return the record summed over ranks; see [Note: Norms of parts]."""
         parts = self.clipper.roots.parts
         return PerSampleGrad(parts.summed(record.per_sample())) if use.termwise and parts is not None else record
 
@@ -229,7 +222,7 @@ class Tape:
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients, so that `take` works; refuse further records."""
+        """Fix the coefficients, and refuse further records."""
         if self.current is Pass.BOOK_KEEPING:
             self.closer.close(anchor)
 
@@ -239,7 +232,7 @@ class Tape:
 
 
 class Clipper(Scheme):
-    """The clipping of one model: its scheme, and the tapes with records for it."""
+    """The scheme of one model, and the tapes with records for it."""
 
     def __init__(
         self,
@@ -260,12 +253,12 @@ class Clipper(Scheme):
         """Tapes with records, by anchor."""
         self._plans: dict[Use, RegionPlan] = {}  # by the first use of a region
         self.epoch = 0
-        """Tapes of earlier epochs take no records, which would count in another release."""
+        """Tapes of earlier epochs take no records: they would count in another release."""
         self.tokens: dict[int, Tensor] = {}
-        """Outputs of the anchors that forwards have used since their last backward."""
+        """Outputs of the anchors that forwards used since their last backward."""
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper of the same groups, in one pass, for a comparison outside training."""
+        """Return a clipper of the same groups in one pass."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
@@ -280,7 +273,7 @@ class Clipper(Scheme):
         return [x for x in anchored if x.requires_grad]
 
     def plan_of(self, rows: Sequence[Row]) -> RegionPlan:
-        """Return the plan of a region; regions ask for the same uses in each call."""
+        """Return the plan of a region."""
         first = rows[0].uses[0]
         plan = self._plans.get(first)
         if plan is None or not plan.fits(rows):
@@ -290,7 +283,7 @@ class Clipper(Scheme):
         return plan
 
     def token(self, anchor: int) -> Tensor:
-        """Return the output of an anchor; all forwards up to its next backward share it."""
+        """Return an anchor's output, shared by all forwards up to its next backward."""
         if anchor not in self.tokens:
             with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
@@ -298,7 +291,7 @@ class Clipper(Scheme):
         return self.tokens[anchor]
 
     def close(self, anchor: int, reached: Sequence[bool] | None) -> Sequence[Tensor | None]:
-        """Close an anchor on every tape with records for it, and deliver their sums; the anchor calls this."""
+        """Close an anchor on every tape with records for it, and deliver their sums."""
         names = self.anchors[anchor]
         self.tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())

@@ -1,22 +1,18 @@
 """Clipping thresholds: fixed, or following a quantile of the gradient norms at a cost in privacy.
 
-[Note: Counts within the same noise]
-To follow a quantile, each group counts the samples that it left unclipped: the sum over samples of b - 1/2, with b 1 or
-0. One sample changes this sum by 1/2. (b = 1 also for a sample without a gradient in the group, because other samples
-may decide whether a group runs.) One Gaussian mechanism releases the counts and the clipped sums. Divide the sums
-(sensitivity S = sqrt(sum R_m^2)) by their noise deviation s. Divide the M counts (sensitivity sqrt(M) / 2) by theirs,
-t. Then one sample changes the whole by
+[Note: Counts within the same noise] Each group counts its unclipped samples: the sum over samples of b - 1/2, b in {0,
+1}. One sample changes it by 1/2. A sample without a gradient in the group has b = 1, because other samples may decide
+whether a group runs. One Gaussian mechanism releases the sums, of sensitivity S = sqrt(sum R_m^2) and noise deviation
+s, and the M counts, of sqrt(M) / 2 and t. In units of its noise, one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
 if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So under any sampling a step is the same release as
-with fixed thresholds and noise multiplier sigma. Thresholds follow from released counts, rounded. So they are public,
-and the next step may depend on them (adaptive composition). Andrew et al. 2021, arXiv:1905.03871, Thm. 1; several
-groups: He et al. 2022, arXiv:2212.01539.
+with fixed thresholds. The next step may use the released counts (adaptive composition). Andrew et al. 2021,
+arXiv:1905.03871, Thm. 1; several groups: He et al. 2022, arXiv:2212.01539.
 
-[Note: Noise of one count] The noise of a step depends on its sums, its deviation and the exact counts ([Note: Equal
-sums, equal noise] in noise/digest.py). Other ranks may repeat the step, and count a sample at its threshold
-differently. Then the sums and counts of this and all later steps get independent noise.
+[Note: Noise of one count] Ranks that repeat a step may count a sample at its threshold differently. The noise depends
+on the exact counts ([Note: Equal sums, equal noise] in noise/digest.py), so all later steps then get independent noise.
 """
 
 from __future__ import annotations
@@ -37,21 +33,21 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 
 COUNT_GRID = 2.0**-10
-"""Grid of the published counts: the last bits of float64 noise may reveal the exact count.
+"""Grid of the published counts: the last bits of float64 noise may reveal exact counts.
 
-See [Note: Secure noise] in noise/keyed.py. Rounding is post-processing, so it costs no privacy.
+See [Note: Secure noise] in noise/keyed.py.
 """
 
 FARTHEST = 1e12
-"""Largest ratio between a threshold and its first value, either way: keeps thresholds finite."""
+"""Largest ratio between a threshold and its first value, either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantileTracking:
     """Each group's threshold follows a quantile of its gradient norms; see [Note: Counts within the same noise].
 
-    After a step R <- R exp(-learning_rate (f - quantile)). f in [0, 1] is the noisy share of samples with norms up to
-    R. It is the count over the expected batch size, which is public.
+    After a step R <- R exp(-learning_rate (f - quantile)). f is the noisy share, in [0, 1], of the expected batch size
+    with norms up to R.
     """
 
     quantile: float = 0.5
@@ -59,8 +55,9 @@ class QuantileTracking:
     learning_rate: float = 0.2
     """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
     budget_share: float = 0.01
-    """Share of the privacy budget (of 1 / sigma^2) for the counts, in (0, 1). 0.01 adds 0.5% to the noise of the
-    gradient. It gives f a standard deviation of 5 sigma sqrt(groups) / (batch size).
+    """Share of the privacy budget (of 1 / sigma^2) for the counts, in (0, 1).
+
+    0.01 adds 0.5% to the gradient's noise. f has a standard deviation of 5 sigma sqrt(groups) / (batch size).
     """
 
     def __post_init__(self) -> None:
@@ -91,18 +88,18 @@ class Thresholds:
         return tuple(group.threshold for group in self._clipper.groups)
 
     def gradient_noise(self, sigma: float) -> float:
-        """Return the standard deviation of the noise on the clipped sums, at noise multiplier `sigma`."""
+        """Return the standard deviation of the clipped sums' noise at noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """Return the exact counts that `move` will release with noise, as text."""
+        """Return the exact counts that `move` will release with noise."""
         return []
 
     def refuse_own_loop(self) -> None:
         """Raise LogicalBatchError if these thresholds need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
-        """Adapt to a released step: `metrics` of all ranks, expected `batch_size`, `noise` of the step."""
+        """Adapt to a released step."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """Return the state for a checkpoint; None for fixed thresholds."""
@@ -113,7 +110,7 @@ class Thresholds:
 
 
 def require_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
-    """Raise ConfigurationError unless thresholds can start at `max_grad_norm`, and follow `tracking` under `noise`."""
+    """Raise ConfigurationError unless thresholds can start at `max_grad_norm` and follow `tracking` under `noise`."""
     require_positive("max_grad_norm", max_grad_norm)
     if not isinstance(tracking, QuantileTracking | None):
         raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
@@ -158,7 +155,7 @@ class TrackedThresholds(Thresholds):
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """See Thresholds."""
         tracking, counts_M = self._tracking, self._counts(metrics)
-        # Its own secret, unlike any parameter's noise; on the CPU, so that all ranks draw the same.
+        # Its own secret, unlike any parameter's noise; on the CPU, because all ranks must draw the same.
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
@@ -170,7 +167,7 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the thresholds of the next step, to resume bit for bit."""
+        """Return the thresholds of the next step."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:

@@ -1,11 +1,10 @@
 """Two backward passes through the model per backward of the loss: norms, then clipped sums; no records are kept.
 
-[Note: Two passes] The model's output is cut off from its inner graph. When `loss.backward()` reaches the cut, the inner
-graph runs twice with the same output gradient. The first pass runs up to the anchors' tokens, and measures the records.
-The second runs to the parameters, and weights the records with the known factors. Each pass drops them at once. The
-factors act on the records, so the loss may be any function, and is never re-weighted. Both passes must compute the same
-gradients, so they draw the same random numbers, and no hook may write the gradients with which they begin. Goodfellow
-2015, arXiv:1510.01799; Lee & Kifer 2020.
+[Note: Two passes] When `loss.backward()` reaches the cut-off output, the inner graph runs twice with the same gradient.
+The first pass, up to the anchors' tokens, measures the records. The second, to the parameters, weights them. The
+factors act on the records, so the loss may be any function. Both passes draw the same random numbers, and no hook may
+write their first gradients, because both must compute the same gradients. Goodfellow 2015, arXiv:1510.01799; Lee &
+Kifer 2020.
 """
 
 from __future__ import annotations
@@ -65,13 +64,12 @@ class _Cut(torch.autograd.Function):
 
 
 def _drawn_again(seeds: list[Tensor]) -> AbstractContextManager[None]:
-    """Return a block for the first pass, so that hooks draw the same random numbers of torch in the second."""
     gpus = {seed.device.index for seed in seeds if seed.device.type == "cuda"}
     return torch.random.fork_rng(devices=[*gpus])
 
 
 def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:
-    """Run `forward`, and cut its output off so that backward runs its graph twice."""
+    """Run `forward`, and cut its output off for two passes."""
     if tape.forwards.count > 1:
         raise LogicalBatchError(
             "The model was called twice for the samples of one micro-batch; with two backward passes each call would "
