@@ -2,8 +2,8 @@
 
 [Note: Anchor, slot, tap]
 
-    parameters --> Anchor (1 a group)  --token--> Tap (on a function's output) --> rest of the forward
-    parameters --> Anchor --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
+    parameters --> Anchor (1 a group)   --token--> Tap (on an output) --> rest of the forward
+    parameters --> Anchor   --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
 A tap passes the output gradient on, and hands it and the kept tensors to the tape. Autograd runs an anchor after all
 its taps; it returns the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters
