@@ -1,8 +1,6 @@
 """Records: per-sample facts about the gradient of one parameter after one use of it.
 
-One file per kind of record. `measure.py`: norms of several records. `numerics.py`: dtypes and rounding floors.
-`cost.py`: which way to a norm is cheaper. `bundle.py`, `stacked.py`: small records, joined. `offload/`: records in host
-memory. May import `kernels` and below. Not for users. Begin with `record.py`.
+Not for users. Begin with `record.py`.
 """
 
 from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join, small_bytes

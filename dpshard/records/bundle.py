@@ -19,9 +19,9 @@ Small = PerSampleGrad | OuterProduct
 """Records that join."""
 
 _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
-"""Bytes of a small product with its sum, by device. Copies take less time than the calls or launches that they save."""
+"""Bytes of a small product with its sum, by device; copying it is faster than calls or launches."""
 _TOGETHER = 2**5
-"""Bytes of a bundle of products, over those of the largest small one; bounds the memory of the copies."""
+"""Bytes of a bundle over those of the largest small product; bounds the copies."""
 
 _FEW = 2
 """Small records on a CPU that are not worth joining."""
@@ -35,7 +35,7 @@ def is_small(record: Record) -> TypeGuard[Small]:
 
 
 def pays_to_join(records: Mapping[str, Small]) -> bool:
-    """Return False for so few small records on a CPU that joining them takes longer."""
+    """Return True unless joining takes longer."""
     tensors = [record.rows if isinstance(record, OuterProduct) else record.gradient for record in records.values()]
     return len(tensors) > _FEW or not all(map(is_at_hand, tensors))
 
@@ -45,12 +45,12 @@ class Bundle:
     """The concatenated gradients of several parameters."""
 
     record: Record
-    """Gradients joined along their elements, or products of equal sizes joined as groups of one product."""
+    """Gradients joined along their elements, or products of equal sizes as groups of one."""
     shapes: Mapping[str, torch.Size]
-    """Shapes of the parameters, by name, in order."""
+    """By parameter, in order."""
 
     def clipped_sums(self, sum_weight_B: Tensor) -> dict[str, Tensor]:
-        """sum_i weight_i * gradient_i of every parameter, by name."""
+        """See record.py; by parameter."""
         total = self.record.clipped_sum(sum_weight_B).view(-1)
         sizes = [shape.numel() for shape in self.shapes.values()]
         # Not views: each becomes a gradient of its own.
@@ -58,12 +58,12 @@ class Bundle:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> Bundle:
-        """Return a bundle without `nonfinite_B` (bool [B]), whose weights are 0 in later clipped sums."""
+        """See record.py."""
         return replace(self, record=self.record.without(nonfinite_B))
 
 
 def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
-    """Join small records of parameters, by name: all gradients, and the products of equal sizes."""
+    """Join all gradients, and the products of equal sizes."""
     gradients = {name: record for name, record in records.items() if isinstance(record, PerSampleGrad)}
     if gradients:
         shapes = {name: record.gradient.shape[1:] for name, record in gradients.items()}
@@ -80,7 +80,7 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
 
 
 def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
-    """Join products of equal sizes. A weight [G, R, C] of each of n parameters is one of [n * G, R, C]."""
+    """Join weights [G, R, C] of n parameters as one of [n * G, R, C]."""
     shapes = {name: record.shape for name, record in products.items()}
     # By group, then by sample, as the clipped sum multiplies them.
     rows, cols = (
@@ -95,7 +95,6 @@ def _joined(parts: list[Tensor], dim: int) -> Tensor:
 
 
 def _batches(products: Mapping[str, OuterProduct]) -> Iterable[dict[str, OuterProduct]]:
-    """Cut products of equal sizes into batches of so few bytes that their copies take little memory."""
     first = next(iter(products.values()))
     most = _TOGETHER * small_bytes(first.rows.device) // max(1, _nbytes(first))
     items = [*products.items()]

@@ -1,4 +1,4 @@
-"""Records of convolutions: input and output gradient; only some norms gather windows."""
+"""Records of convolutions: input and output gradient."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Convolution:
     gradient: Tensor
     """[B, k, P, *positions]"""
     shape: torch.Size
-    """Shape of the kernel."""
+    """Of the kernel."""
     stride: tuple[int, ...]
     padding: tuple[int, ...]
     dilation: tuple[int, ...]
@@ -52,17 +52,17 @@ class Convolution:
 
     @property
     def _windows_are_apart(self) -> bool:
-        """True if windows lie side by side, like patches."""
+        """As in patches."""
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Return True if every window of the input has a position; an adjoint's output padding adds windows."""
+        """Return True if every window has a position; an adjoint's output padding adds windows."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]."""
+        """See record.py."""
         size = self.size
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
@@ -95,7 +95,7 @@ class Convolution:
         return total.reshape(B, G, T, T)
 
     def _rows(self) -> Tensor:
-        """Output gradients as rows of a product, [B, G, T, R]."""
+        """[B, G, T, R]."""
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
@@ -108,20 +108,19 @@ class Convolution:
         return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Per-sample gradients [B, *shape]; their squared norms [B] if compiled code computed them, too."""
+        """Return the squared norms [B] only if compiled code computed them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
             # On a GPU, the groups of one convolution would be many small kernels.
             return self.outer().per_sample(), None
         total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
-        # CPUs have fast kernels for the gradient of a convolution, but not for unfolding its input. So samples become
-        # groups of one convolution. It takes several times the memory of its inputs, fresh from the system above the
-        # size of the cache.
+        # CPUs are fast at the gradient of a convolution, not at unfolding, so samples become groups of one convolution.
+        # Above the size of the cache, it takes several times the memory of its inputs.
         samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
@@ -135,7 +134,7 @@ class Convolution:
         return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]: the convolution's ordinary gradient for weighted gradients."""
+        """See record.py; the ordinary gradient for weighted gradients."""
         if self.size.is_long:
             # The ordinary gradient would round such long sums differently from the measured gradients.
             return PerSampleGrad(self.per_sample()).clipped_sum(sum_weight_B)
@@ -165,7 +164,7 @@ class Convolution:
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """Return the gradient as rows and columns; columns are the windows of all positions."""
+        """Return the gradient as rows and columns, the windows of all positions."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -176,7 +175,7 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 

@@ -3,18 +3,15 @@
 [Note: What a norm costs]
 Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the clipped sum:
 
-    ghost             the Gram matrices of rows and columns, half of them by symmetry: about T^2 (R + C) FLOPs, in
-                      blocks of positions, or as native/gram.py counts them
-    instantiate       the gradient, 2TRC FLOPs, and writing and reading its RC numbers, unless they stay in registers
+    ghost             half the Gram matrices of rows and columns: about T^2 (R + C) FLOPs
+    instantiate       2TRC FLOPs, and writing and reading RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Writing and reading a number counts as the FLOPs that the processor could do in that time. A large gradient leaves the
-cache while it waits for the norms of other layers. Gathering the windows of a convolution costs four times as much.
-Small images with many channels need no windows. The inner product of two windows is a sum of entries of the Gram matrix
-of all pixels.
+Gathering the windows of a convolution costs four times as much as a write and a read. With small images and many
+channels, the inner product of two windows is a sum of entries of the Gram matrix of all pixels.
 
-The choice depends on sizes, dtype, device and compiled code, never on the clock. So a run resumed in the same place
-rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
+The choice depends on sizes, dtype, device and compiled code, never on the clock, so a resumed run rounds as before. Bu
+et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -28,16 +25,15 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept per-sample gradients to the record, in bytes. The first is for gradients that wait for norms
-of other layers, the second for ones summed at once.
+"""Largest ratios of kept per-sample gradients to the record, in bytes: for gradients that wait for norms of other
+layers, and for ones summed at once.
 """
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that stay in a CPU's cache: until an immediate read, or until after other layers."""
+"""Bytes that stay in a CPU's cache until an immediate read, or until after other layers."""
 
 _TENSOR_CORES = 8
-"""Speed of half-precision kernels over torch's float32 products. Peaks differ by 15 (A100: 312 to 19.5 TFLOPS), but
-kernels hardly reach theirs. Not measured."""
+"""Speed of half-precision kernels over torch's float32 products. Peaks differ by 15 (A100). Not measured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,18 +46,18 @@ class ProductSize:
     R: int
     C: int
     dtype: torch.dtype
-    """Dtype of norms and sums."""
+    """Of norms and sums."""
     device: torch.device
     nbytes: int
-    """Memory of rows and columns."""
+    """Of rows and columns."""
     pixels: int = 0
-    """Convolutions: elements of one channel of the padded input; 0 otherwise."""
+    """Convolutions: elements of one channel of the padded input."""
     kernel: int = 1
     """Convolutions: elements of one channel of a window."""
     kernels: bool = False
-    """True if Triton kernels compute the product; see [Note: Kernels] in dpshard.kernels.triton."""
+    """True if Triton kernels compute the product."""
     tiles: bool = False
-    """True if native code computes convolution gradients; see [Note: Native code] in dpshard.kernels.native."""
+    """True if native code computes convolution gradients."""
 
     @property
     def gradient_bytes(self) -> int:
@@ -71,7 +67,7 @@ class ProductSize:
     def may_be_kept(self, *, closing: bool) -> bool:
         """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of one layer is as large as its clipped sum. Those of all layers are a whole model.
+        With B = 1 the gradient of one layer is as large as its clipped sum, but those of all layers are a whole model.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
@@ -84,8 +80,7 @@ class ProductSize:
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Return True if the gradient itself gives the norm more cheaply; `kept`: the clipped sum reuses it.
 
-        `closing`: it does so at once; else after other layers, when only small gradients are still in the cache. With
-        B = 1 the sum needs the gradient anyway, so its norm is free.
+        `closing`: it does so at once. With B = 1 the sum needs the gradient anyway.
         """
         if self.is_long:
             return True
@@ -98,7 +93,7 @@ class ProductSize:
         return self._dropped() < self._ghost()
 
     def _dropped(self) -> int:
-        """FLOPs of the norm of a gradient that is dropped; kernels and native code do not write it."""
+        """Kernels and native code do not write the gradient."""
         product = 2 * self.T * self.R * self.C
         if self.kernels:
             return product // _TENSOR_CORES
@@ -132,7 +127,6 @@ class ProductSize:
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:
-        """FLOPs in the time of one write and two reads of a byte."""
         if self.device.type != "cpu":
             return 60
         cached = self.gradient_bytes <= (_CACHE_MEANWHILE if waits else _CACHE)
@@ -140,12 +134,12 @@ class ProductSize:
 
 
 def blocks(T: int, device: torch.device) -> int:
-    """Return the number of blocks of positions in Gram matrices; small blocks are slow, mostly on GPUs."""
+    """Return the number of blocks of positions; small blocks are slow, mostly on GPUs."""
     return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 
 def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
-    """FLOPs of the ghost norm of one sample; symmetry saves about half."""
+    """FLOPs of the ghost norm of one sample."""
     if native.supports_ghost_norm(device, dtype):
         return native.ghost_flops(T, R, C)
     n = blocks(T, device)

@@ -20,14 +20,14 @@ class EmbeddingRecord:
     values: Tensor
     """[B, T, C]: gradient of each read"""
     shape: torch.Size
-    """Shape of the parameter, a view of [V, C]."""
+    """A view of [V, C]."""
 
     def read(self) -> Tensor:
         """Values, zero where nothing was read."""
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]: sorts ids and adds the values of equal ids, without a [T, T] or [B, V, C]."""
+        """See record.py; adds the values of equal ids, without a [T, T] or [B, V, C]."""
         values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -39,17 +39,17 @@ class EmbeddingRecord:
         return torch.maximum(norms(runs), floor).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         values = self.read()
         return _added(values, self.ids.clamp(min=0), self._count()).view(len(values), *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]."""
+        """See record.py."""
         values = self.read() * sum_weight_B.to(wide(self.values).dtype)[:, None, None]
         return add_rows(values.flatten(0, 1), self.ids.clamp(min=0).flatten(), self._count()).view(self.shape)
 
     def _count(self) -> int:
-        """Return V; 0 if C = 0, where nothing is added."""
+        """Nothing is added if C = 0."""
         return self.shape.numel() // max(self.values.shape[2], 1)
 
     def real(self) -> EmbeddingRecord:
@@ -59,12 +59,12 @@ class EmbeddingRecord:
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))
 
 
 def _added(values: Tensor, rows_BT: Tensor, count: int) -> Tensor:
-    """Sum values [B, T, C] by sample and row, [B, count, C]."""
+    """[B, count, C] from values [B, T, C]."""
     B, _, C = values.shape
     if not has_atomics(values.device):
         return values.new_zeros(B, count, C).scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)

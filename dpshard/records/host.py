@@ -26,7 +26,7 @@ def array(x: Tensor) -> Any:
 
 
 def arrays_of(*tensors: Any) -> tuple[Any, list[Any]]:
-    """Return numpy and arrays if all `tensors` are at hand, else torch and the tensors. Keep numbers."""
+    """Return numpy and arrays if all tensors are at hand, else torch and the tensors."""
     if not all(is_at_hand(x) for x in tensors if isinstance(x, Tensor)):
         return torch, list(tensors)
     return np, [array(x) if isinstance(x, Tensor) else x for x in tensors]
@@ -44,14 +44,14 @@ def elementwise(function: Callable[..., Any], *operands: Tensor | float) -> Tens
 def constant(xp: Any, value: float, like: Any) -> Any:
     """Return `value` in the dtype of the array `like`.
 
-    torch computes number / tensor as a product with the reciprocal, which rounds twice and may overflow. It hands a
-    scalar of the CPU to a kernel on any device, without a launch.
+    torch computes number / tensor as a product with the reciprocal, which rounds twice and may overflow. A scalar of
+    the CPU reaches a kernel on any device without a launch.
     """
     return torch.tensor(value, dtype=like.dtype, device="cpu") if xp is torch else like.dtype.type(value)
 
 
 def total(vectors: Sequence[Tensor]) -> Tensor:
-    """Sum one or more vectors of equal length."""
+    """Sum vectors of equal length."""
     if len(vectors) == 1:
         return vectors[0]
     if all(is_at_hand(x) for x in vectors):

@@ -19,7 +19,7 @@ def as_real(x: Tensor) -> Tensor:
 
 
 def as_complex(x: Tensor, like: torch.dtype) -> Tensor:
-    """Invert `as_real`, for a tensor of dtype `like`."""
+    """Invert `as_real`, for dtype `like`."""
     return torch.view_as_complex(x.contiguous()) if like.is_complex else x
 
 
@@ -34,7 +34,7 @@ def accum_dtype(x: Tensor) -> torch.dtype:
 
 
 def flat(x: Tensor) -> Tensor:
-    """Return `x` [B, *shape] as wide rows [B, elements]; a scalar parameter has one element."""
+    """Return `x` [B, *shape] as wide rows [B, elements]."""
     return wide(x) if x.dim() == 2 else wide(x).reshape(x.shape[0], x.shape[1:].numel())
 
 
@@ -43,7 +43,7 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
     n, dtype = x.shape[dims:].numel(), accum_dtype(x)
     rows, whole = x.reshape(*x.shape[:dims], n), n // _LONG * _LONG
     if whole:
-        # CPUs add the squares of a row into few sums; a large sum would swallow small squares.
+        # CPUs add squares into few sums, where a large sum swallows small squares.
         parts = torch.linalg.vector_norm(rows[..., :whole].unflatten(-1, (-1, _LONG)), dim=-1, dtype=dtype)
         rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True, dtype=dtype)
         rows = torch.cat((parts, rest), -1)
@@ -57,7 +57,7 @@ def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
 
 
 def has_atomics(device: torch.device) -> bool:
-    """Return True if index_add_ and scatter_add_ on `device` add in an order that does not repeat."""
+    """Return True if index_add_ on `device` adds in an order that does not repeat."""
     return device.type != "cpu"
 
 
@@ -76,7 +76,7 @@ def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     The diagonal includes what underflow may hide; see [Note: Underflow].
     """
     T, n = x.shape[-2:]
-    # A single sum over a vocabulary, as some libraries do it, would round by more than the floor.
+    # A single sum over a vocabulary would round by more than the floor.
     parts = x[..., :stop, :].split(_CHUNK, dim=-1)
     product = functools.reduce(Tensor.add_, (part[..., start:, :] @ part.mT for part in parts))
     product.diagonal(start, -2, -1).add_(hidden(T * n, x.dtype))
@@ -90,28 +90,28 @@ _CHUNK = 2048
 """Products in one sum."""
 
 RESOLUTION = 1024
-"""Bound on the rounding error of a sum: |error| <= RESOLUTION * eps * sum(|terms|)."""
+"""|error of a sum| <= RESOLUTION * eps * sum(|terms|)."""
 
 
 def relative_floor(dtype: torch.dtype) -> float:
-    """Bound on the error of a sum in `dtype`, relative to the sum of the absolute values of its terms."""
+    """RESOLUTION * eps."""
     return RESOLUTION * torch.finfo(dtype).eps
 
 
 def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
     """Upper bounds [B] of squared norms that were measured as sums `norm_sq` [B] of inner products.
 
-    `scale` [B]: sum of the norms of the gradients in the inner products. Rounding loses what cancels among them, but
-    the clipped sum does not. A norm measured too small would let a sample contribute more than the threshold. So no
-    squared norm may be below the rounding of scale^2. For T orthogonal gradients of equal norm this raises the norm
-    from T = 8,192 on in float32. Their squared norm is scale^2 / T.
+    `scale` [B]: sum of the norms of the gradients in them. Rounding loses what cancels among inner products, but not in
+    the clipped sum, so a sample could exceed the threshold. So no squared norm may be below the rounding of scale^2.
+    For T orthogonal gradients of equal norm, with squared norm scale^2 / T, this raises norms from T = 8,192 in
+    float32.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())
 
 
 def sum_floor(scale: Tensor) -> Tensor:
-    """Norms below which rounding may lose a sum of gradients, given the total `scale` of their norms."""
+    """Norms below which rounding may lose a sum of gradients; `scale`: the sum of their norms."""
     return relative_floor(scale.dtype) * scale
 
 

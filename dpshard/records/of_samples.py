@@ -1,4 +1,4 @@
-"""Records of routed rows: rules treat each of N rows as a sample; this module assigns rows to samples."""
+"""Assigns records of routed rows, which rules take for samples, to their samples."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The sample of each row of packed samples; rows without one (padding) are left out of every record."""
+    """The sample of each row of packed samples; records leave padding out."""
 
     sample_N: Tensor
     """int64 [N]; negative: no sample"""

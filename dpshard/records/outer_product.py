@@ -43,7 +43,7 @@ class OuterProduct:
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.supports_product(self.rows, self.cols))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], by Gram matrices or by the gradient itself."""
+        """See record.py."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.supports_product(self.rows, self.cols):
                 return self._floored(triton.gradient_norm_sq(self.rows, self.cols))
@@ -63,7 +63,7 @@ class OuterProduct:
         return floored(norm_sq_B, self.rows, self.cols, dims=dims)
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """Per-sample gradients [B, *shape], and their squared norms [B]; the clipped sum must use these gradients."""
+        """Return `per_sample` and squared norms [B]; the clipped sum must use these gradients."""
         if triton.supports_product(self.rows, self.cols):
             gradient, norm_sq = triton.per_sample(self.rows, self.cols)
             return gradient.view(-1, *self.shape), norm_sq
@@ -71,7 +71,7 @@ class OuterProduct:
         return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         if triton.supports_product(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         B = len(self.rows)
@@ -79,7 +79,7 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols).view(B, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape], in one matrix product per group."""
+        """See record.py; one matrix product per group."""
         if triton.supports_product(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, sum_weight_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
@@ -100,7 +100,7 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """Return a record without `nonfinite_B` (bool [B]), whose weights are 0 in later clipped sums."""
+        """See record.py."""
         if triton.supports_product(self.rows, self.cols):
             return self  # the kernel reads no sample of weight 0
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
@@ -109,9 +109,8 @@ class OuterProduct:
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
     """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    The gradients are sums of products of rows and cols with equal indices of the first `dims` dimensions. 1: the
-    samples; 2: their groups, too. `overlap`: bound on the norm of the columns used (the windows of a convolution) over
-    that of `cols`.
+    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the norm of the columns used (the windows of a
+    convolution) over that of `cols`.
     """
     # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
@@ -120,7 +119,7 @@ def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *
 
 
 def _total(x: Tensor) -> Tensor:
-    """Return the sum [B] of numbers of groups [B, G], without a launch for one group."""
+    """One group needs no launch."""
     return x[:, 0] if x.shape[1] == 1 else x.sum(1)
 
 
@@ -128,8 +127,7 @@ def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B, G] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|.
 
     Rounding is relative to the second [B, G]. By symmetry each block of positions meets only itself and, counted twice,
-    the blocks before it. So about half of each Gram matrix is computed, and none is ever whole. Goodfellow 2015,
-    arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    the blocks before it. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
     rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)

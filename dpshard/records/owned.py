@@ -1,4 +1,4 @@
-"""Records with their own memory: they wait while later code may overwrite their inputs."""
+"""Records with their own memory, because later code may overwrite their inputs."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class OwnMemory:
         self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # with the originals, whose addresses stay theirs
 
     def of(self, record: Any) -> Any:
-        """Return a record, a dataclass, with copies of its tensors. Parameters behind it stay as they are."""
+        """Return a record, a dataclass, with copies of its tensors, not of parameters."""
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         return replace(record, **{key: self.copy(x) for key, x in values.items() if isinstance(x, Tensor)})
 

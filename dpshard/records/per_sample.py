@@ -18,15 +18,15 @@ class PerSampleGrad:
     gradient: Tensor
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], float32 or float64."""
+        """See record.py."""
         return _norm_sq(flat(self.gradient)) if self.is_small else norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         return wide(self.gradient)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]."""
+        """See record.py."""
         rows, shape = flat(self.gradient), self.gradient.shape[1:]
         total = sum_weight_B.to(rows.dtype) @ rows  # a product that FLOP counters know
         return total if len(shape) == 1 else total.view(shape)
@@ -36,7 +36,7 @@ class PerSampleGrad:
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
 
     @property
@@ -52,4 +52,4 @@ def _norm_sq(rows: Tensor) -> Tensor:
 
 
 _SMALL = 2**12
-"""Largest size of a small gradient, in elements of one sample."""
+"""Elements of one sample of a small gradient."""

@@ -2,10 +2,9 @@
 
 [Note: Why not TF32]
 A clip coefficient bounds a contribution only if the norm and the clipped sum round alike. TF32 keeps 10 bits of each
-factor, but the rounding floors of numerics.py assume 23. A sample with positions that cancel could then contribute
-several thresholds. On GPUs, PyTorch uses TF32 in convolutions by default, and in matrix products on request
-(`torch.set_float32_matmul_precision("high")`). On CPUs such requests select bfloat16. The user's own forward and
-backward keep the user's precision.
+factor, but the floors of numerics.py assume 23. A sample with positions that cancel could then contribute several
+thresholds. PyTorch uses TF32 on GPUs in convolutions by default, and TF32 or bfloat16 in matrix products on request.
+The user's own forward and backward keep the user's precision.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-# Queried for every record; the properties of torch.backends take ten times as long.
+# The properties of torch.backends take ten times as long.
 _precision: Callable[[str, str], str] = torch._C._get_fp32_precision_getter
 _BACKENDS = {"cpu": "mkldnn", "cuda": "cuda"}
 _EXACT = ("none", "ieee")
@@ -41,7 +40,7 @@ def _exact(device: torch.device, operation: str, legacy: Callable[[], Any]) -> A
 
 @contextmanager
 def _switched(backend: str, operation: str, legacy: Callable[[], Any]) -> Iterator[None]:
-    # torch has an older switch, and its kernels raise if the two disagree. The older one sets both.
+    # torch's kernels raise if its older switch disagrees; that one sets both.
     before = {key: _precision(*key) for key in _touched(operation)}
     restore = legacy() if backend == "cuda" else None
     torch._C._set_fp32_precision_setter(backend, operation, "ieee")
@@ -55,7 +54,7 @@ def _switched(backend: str, operation: str, legacy: Callable[[], Any]) -> Iterat
 
 
 def _touched(operation: str) -> tuple[tuple[str, str], ...]:
-    """Newer settings that the older switch of an operation also sets."""
+    """Settings that the older switch also sets."""
     if operation == "matmul":
         return ("cuda", "matmul"), ("mkldnn", "matmul")
     return ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv")
@@ -64,7 +63,7 @@ def _touched(operation: str) -> tuple[tuple[str, str], ...]:
 def _legacy_matmul() -> Callable[[], None] | None:
     try:
         before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # the user set only the newer switch, so torch does not read the older one
+    except RuntimeError:  # the user set only the newer switch
         return None
     torch.set_float32_matmul_precision("highest")
     return lambda: torch.set_float32_matmul_precision(before)

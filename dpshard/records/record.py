@@ -1,7 +1,7 @@
 """The kinds of records.
 
 [Note: Records]
-A use of a parameter leaves one of six records. B samples, G groups of a weight, T positions, R rows, C columns:
+A use of a parameter leaves a record. B samples, G groups of a weight, T positions, R rows, C columns:
 
     OuterProduct     rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
     Convolution      input [B, k, ...], gradient [B, k, ...]  an OuterProduct with the windows of the input as columns
@@ -11,12 +11,14 @@ A use of a parameter leaves one of six records. B samples, G groups of a weight,
     RoutedReads      ids [N], values [N, C]                   an EmbeddingRecord of them
     HeadRecord       hidden [B, T, D], labels [B, T]          an OuterProduct whose rows are computed again, in chunks
 
-Each gives its squared norms [B], the per-sample gradients [B, *shape], and their sum weighted by factors [B]. The
-gradient of a parameter with several uses is the sum of its records. Records of one kind join; other kinds have inner
-products, so norms include all cross terms.
+    norm_sq          squared norms [B], float32 or wider
+    per_sample       per-sample gradients [B, *shape]
+    clipped_sum      sum_i weight_i * gradient_i, [*shape]
+    without          zeros for nonfinite_B (bool [B]), whose weights are 0 in later clipped sums
+    real             a complex gradient as its real and imaginary parts, [*shape, 2]; a tape keeps no other
 
-The gradient of a complex parameter is that of its real and imaginary parts, [*shape, 2]. `real()` returns the record of
-these parts; a tape keeps no other.
+The gradient of a parameter with several uses is the sum of its records. Records of one kind join; other kinds have
+inner products, so norms include all cross terms.
 """
 
 from dpshard.records.convolution import Convolution

@@ -1,4 +1,4 @@
-"""Records of a weight applied to the rows of all samples in any order."""
+"""Records of a weight applied to the rows of all samples in any order, as experts do."""
 
 from __future__ import annotations
 
@@ -15,10 +15,7 @@ from dpshard.records.outer_product import OuterProduct
 
 @dataclass(frozen=True, slots=True)
 class RoutedProduct:
-    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C]. The data sent row n to group_n.
-
-    The rows of all samples lie in any order, as experts receive them.
-    """
+    """Gradient sum_n rows_n (x) cols_n of a weight [G, R, C]; the data sent row n to group_n."""
 
     rows: Tensor
     """[N, R]"""
@@ -31,7 +28,7 @@ class RoutedProduct:
     batch_size: int
     """B"""
     shape: torch.Size
-    """Shape of the parameter, a view of [G, R, C]."""
+    """A view of [G, R, C]."""
 
     @property
     def groups(self) -> int:
@@ -57,7 +54,7 @@ class RoutedProduct:
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
         """Yield products of a similar number of rows, with the key sample * G + group of each.
 
-        Padded to a common length, one long sample among many short ones would fill memory with zeros.
+        One long sample among many short ones would fill memory with zeros.
         """
         met = (self.group >= 0) & (self.group < self.groups)
         key = torch.where(met, self.sample * self.groups + self.group, -1)
@@ -70,18 +67,18 @@ class RoutedProduct:
                 yield part._by(key[chosen], wide(part.rows))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]; those of groups add up, because groups are different elements of the weight."""
+        """See record.py; groups add up, because they are different elements of the weight."""
         total = torch.zeros(self.batch_size, dtype=wide(self.rows).dtype, device=self.rows.device)
         for keys, product in self.by_length():
             total = total + add_rows(product.norm_sq(method), keys // self.groups, self.batch_size)
         return total
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]."""
+        """See record.py."""
         rows = wide(self.rows)
         rows = rows * sum_weight_B.to(rows.dtype)[self.sample][:, None]
         if self.groups > 1:
@@ -112,7 +109,7 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
 

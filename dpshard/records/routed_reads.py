@@ -14,10 +14,7 @@ from dpshard.records.numerics import add_rows, as_real, norms, sum_floor, wide, 
 
 @dataclass(frozen=True, slots=True)
 class RoutedReads:
-    """Gradient of a parameter viewed as a table [V, C]; read n of sample_n got row ids_n.
-
-    The reads of samples of unequal lengths need no padding, as in an EmbeddingRecord.
-    """
+    """Gradient of a parameter viewed as a table [V, C]; read n of sample_n got row ids_n."""
 
     ids: Tensor
     """[N], int64; negative: no read"""
@@ -28,7 +25,7 @@ class RoutedReads:
     batch_size: int
     """B"""
     shape: torch.Size
-    """Shape of the parameter, a view of [V, C]."""
+    """A view of [V, C]."""
 
     @property
     def table(self) -> int:
@@ -44,7 +41,7 @@ class RoutedReads:
         return add_rows(torch.linalg.vector_norm(self.read(), dim=1), self.sample, self.batch_size)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B]: adds the values of equal ids of a sample."""
+        """See record.py; adds the values of equal ids of a sample."""
         keys, place = torch.unique(self._keys(), return_inverse=True)
         runs = add_rows(self.read(), place, len(keys))
         norm_sq = add_rows(norms(runs).square(), keys // self.table, self.batch_size)
@@ -54,16 +51,16 @@ class RoutedReads:
         return self.sample * self.table + self.ids.clamp(min=0)
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         return add_rows(self.read(), self._keys(), self.batch_size * self.table).view(self.batch_size, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]."""
+        """See record.py."""
         values = self.read() * sum_weight_B.to(wide(self.values).dtype)[self.sample][:, None]
         return add_rows(values, self.ids.clamp(min=0), self.table).view(self.shape)
 
     def of(self, samples: Tensor) -> EmbeddingRecord:
-        """Return the reads of some samples [b], padded with id -1 up to the longest of them."""
+        """Return the reads of some samples [b], padded with id -1."""
         number = torch.full((self.batch_size,), -1, device=samples.device)
         number[samples] = torch.arange(len(samples), device=samples.device)
         chosen = (number[self.sample] >= 0) & (self.ids >= 0)
@@ -78,7 +75,7 @@ class RoutedReads:
         return EmbeddingRecord(ids, values, self.shape)
 
     def whole(self) -> EmbeddingRecord:
-        """Return the reads of all samples, padded up to the longest one."""
+        """Return the reads of all samples, padded."""
         return self.of(torch.arange(self.batch_size, device=self.ids.device))
 
     def real(self) -> RoutedReads:
@@ -88,5 +85,5 @@ class RoutedReads:
         return replace(self, values=as_real(self.values).flatten(1), shape=torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> RoutedReads:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         return replace(self, values=zero_rows(self.values, nonfinite_B[self.sample]))

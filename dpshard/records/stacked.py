@@ -58,5 +58,5 @@ class Stacked:
         return torch.bmm(rows.mT, cols)
 
     def without(self, nonfinite_nB: Tensor) -> Stacked:
-        """Return records without `nonfinite_nB` (bool [n, B]), whose weights are 0 in later clipped sums."""
+        """See record.py; nonfinite_nB has [n, B]."""
         return replace(self, record=self.record.without(nonfinite_nB.flatten()))

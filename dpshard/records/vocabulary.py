@@ -1,4 +1,4 @@
-"""Records of a vocabulary head that was read in chunks: its logits and their gradients are computed again."""
+"""Records of a vocabulary head that was read in chunks, which compute its logits again."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class HeadRecord:
         return scale if len(self.shape) == 1 else wide(self.hidden.to(self.head.dtype)) * scale
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """Squared norms [B], by the Gram matrices of the forward, or by chunks of the gradient."""
+        """See record.py; by the Gram matrices of the forward, or by chunks of the gradient."""
         cols, known = self.cols, self.at.gram
         scale_B = self.scale_of_terms()
         if known is None or method is NormMethod.INSTANTIATE:
@@ -62,11 +62,11 @@ class HeadRecord:
                 yield classes, rho(self.at, self.head, self.hidden, self.labels, classes)
 
     def per_sample(self) -> Tensor:
-        """Per-sample gradients [B, *shape]."""
+        """See record.py."""
         return self.outer().per_sample()
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """sum_i weight_i * gradient_i, [*shape]: two products of the head."""
+        """See record.py."""
         cols = self.cols
         cols_ND = (cols * sum_weight_B.to(cols.dtype)[:, None, None]).flatten(0, 1)
         total = cols_ND.new_empty(self.shape[0], cols_ND.shape[1])
@@ -92,7 +92,7 @@ class HeadRecord:
         return self
 
     def without(self, nonfinite_B: Tensor) -> HeadRecord:
-        """Return a copy with exact zeros for `nonfinite_B` (bool [B])."""
+        """See record.py."""
         # Against an infinite top, every other logit has a share of zero.
         top = self.at.top.masked_fill(nonfinite_B[:, None], torch.inf)
         total = self.at.total.masked_fill(nonfinite_B[:, None], 1)

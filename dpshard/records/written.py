@@ -1,4 +1,4 @@
-"""The tensors of a record: their bytes, and writes to them before its group was clipped or between two passes."""
+"""The tensors of a record: their bytes, and writes to them during backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _sum_of(record: Record, attribute: str) -> int:
 
 
 def changed(name: str, *, measured: bool = True) -> LogicalBatchError:
-    """Return the error to raise if a record of a parameter was written during backward, after its norm or before."""
+    """Return the error for a record written during backward."""
     when = (
         "after its norm was measured: the sample would count more than its clipped gradient"
         if measured
@@ -50,7 +50,7 @@ _NEW_TENSOR = "Let the autograd.Function or the hook that writes it return a new
 
 
 def changed_between_passes() -> LogicalBatchError:
-    """Return the error to raise if the gradient with which both of two passes begin was written in one of them."""
+    """Return the error for an output gradient written between two passes."""
     return LogicalBatchError(
         f"The gradient of the model's output was changed in place during backward, and this clipping_mode runs "
         f"backward twice. The norms and the sums would be those of different gradients. {_NEW_TENSOR}"

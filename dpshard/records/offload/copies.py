@@ -12,11 +12,11 @@ from torch import Tensor
 from dpshard.records.offload.pinned import Cut, Pinned
 
 WINDOW = 2**28
-"""Bytes that leave while their memory is still taken, or return ahead of their sums: enough for some ten records."""
+"""Bytes that leave while their memory is still taken, or return ahead of their sums."""
 
 
 class Gpu:
-    """Operations of a GPU that copies need; tests have a simulated one that finds races."""
+    """Operations of a GPU; tests have a simulated one that finds races."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -67,7 +67,7 @@ class Away:
     arrived: Any = None
     """Event after which they are there again."""
     stream: Any = None
-    """Stream in whose order `room` was allocated."""
+    """`room` was allocated in its order."""
 
 
 class Copies:
@@ -78,7 +78,7 @@ class Copies:
         self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # with the event of the copy, and the stream of use
         self._arriving: set[Away] = set()
         self.leaving = 0
-        """Bytes whose copies are under way while their memory is still taken."""
+        """Bytes under way while their memory is still taken."""
         self.arriving = 0
         """Bytes that return ahead of their use."""
         self._out, self._into = gpu.stream(), gpu.stream()
@@ -93,7 +93,7 @@ class Copies:
             self._after(self._out, before)
         self._gpu.copy(cut.memory, x, self._out)
         away = Away(cut, self._out.record_event(), len(x))
-        # A reference keeps the memory until its stream has waited; what comes next on that stream may use it.
+        # A reference keeps the memory until its stream has waited.
         self._leaving.append((x, away.left, compute))
         self.leaving += x.nbytes
         while len(self._leaving) > 1 and self.leaving > self._window:
@@ -125,7 +125,7 @@ class Copies:
         """Return the bytes on the device, uint8 [n or a little more], once."""
         self.begin_return(away)
         compute, room = self._gpu.current(), away.room
-        assert room is not None  # begin_return made it
+        assert room is not None
         self._after(compute, away.arrived)
         if compute != away.stream:
             self._after(away.stream, away.arrived)
@@ -142,7 +142,7 @@ class Copies:
         elif away in self._arriving:
             self._arriving.remove(away)
             self.arriving -= away.nbytes
-            self._after(away.stream, away.arrived)  # the copy still writes to memory that is free from here on
+            self._after(away.stream, away.arrived)  # the copy still writes to memory that is now free
         away.cut = away.room = None
 
     def settle(self) -> None:
@@ -157,7 +157,6 @@ class Copies:
         self.settle()
 
     def _after(self, stream: Any, event: Any) -> None:
-        """Let `stream` wait for `event`."""
         stream.wait_event(event)
         if self._synchronous:
             event.synchronize()

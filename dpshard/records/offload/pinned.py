@@ -1,4 +1,4 @@
-"""Pinned memory of the host, allocated once and used again in every micro-batch."""
+"""Pinned memory of the host, allocated once and used again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 _SLAB = 2**28
-"""Bytes of a slab. torch rounds pinned memory up to powers of two, so single records would waste a third of it."""
+"""Bytes of a slab. torch rounds pinned memory up to powers of two, so single records would waste a third."""
 _ALIGNED = 2**9
 
 

@@ -22,7 +22,7 @@ from dpshard.records.record import Record
 from dpshard.records.written import versions
 
 RESERVE = 1 / 8
-"""Share of the memory that "auto" keeps free: gathered parameters, reductions, temporary tensors, fragments."""
+"""Share of the memory that "auto" keeps free."""
 
 
 class Offload:
@@ -93,10 +93,7 @@ class _Spill:
         self._returning: list[weakref.ref[Storage]] = []  # the next one last
         self._differing: list[Tensor] = []
 
-    # --- out ---------------------------------------------------------------------------------------------------------
-
     def take(self, name: str, tensors: dict[str, Tensor]) -> dict[str, View]:
-        """Take the tensors of a record that are on the device; let storages leave until the rest fits."""
         if not self._known:  # a backward pass begins
             self._victims.clear()
             self._returning.clear()
@@ -119,8 +116,8 @@ class _Spill:
         if storage is None or storage.nbytes != x.untyped_storage().nbytes():
             storage = self._known[key] = Storage(x, name, self._drop)
             self._here += storage.nbytes
-            # The record that is summed last leaves first: it has most time to return (Belady 1966). Until the first
-            # sums tell the order, the oldest one leaves.
+            # The record that is summed last has most time to return (Belady 1966). Before the first sums, the oldest
+            # one leaves.
             turn = -self._turn.get(name, math.inf)
             heapq.heappush(self._victims, (turn, next(self._arrivals), weakref.ref(storage)))
         elif storage.checksum is not None:
@@ -128,7 +125,6 @@ class _Spill:
         return View(storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
     def _excess(self) -> float:
-        """Return the bytes that must leave."""
         taken = self._gpu.taken() - self._copies.leaving if self._auto else self._here
         return taken - self._limit
 
@@ -138,29 +134,23 @@ class _Spill:
             self._here -= storage.nbytes
 
     def _drop(self, storage: Storage) -> None:
-        """Forget a storage that no record waits in."""
         if isinstance(storage.place, Away):
             self._copies.forget(storage.place)
         else:
             self._here -= storage.nbytes
 
-    # --- in ----------------------------------------------------------------------------------------------------------
-
     def expect(self, waiting: Sequence[Waiting]) -> None:
-        """See Offload."""
         coming = sorted(waiting, key=lambda w: self._turn.get(w.name, 0), reverse=True)
         self._returning = [weakref.ref(storage) for w in coming for storage in w.storages()] + self._returning
         self._return_some()
 
     def _return_some(self) -> None:
-        """Begin the next copies to the device."""
         while self._returning and self._copies.arriving < WINDOW:
             storage = self._returning.pop()()
             if storage is not None and isinstance(storage.place, Away):
                 self._copies.begin_return(storage.place)
 
     def fetch(self, waiting: Waiting) -> tuple[dict[str, Any], Tensor | None]:
-        """Return the fields of a record; see Offload."""
         self._turn[waiting.name] = next(self._clock)
         values = {key: self._fetched(x) if isinstance(x, View) else x for key, x in waiting.values.items()}
         self._return_some()
@@ -180,12 +170,10 @@ class _Spill:
         return view.on(storage.place)
 
     def _compare(self, storage: Storage, left: Tensor, now: Tensor) -> None:
-        """Note whether the bytes `now` are not those that left."""
         differs = checksum(now) != left
         storage.differs = differs if storage.differs is None else storage.differs | differs
         self._differing.append(differs)
 
     def take_differing(self) -> Tensor | None:
-        """See Offload."""
         found, self._differing = self._differing, []
         return torch.stack(found).any() if found else None

@@ -21,7 +21,7 @@ class Storage:
 
     def __init__(self, x: Tensor, name: str, drop: Callable[[Storage], None]) -> None:
         self.place: Tensor | Away = bytes_of(x)
-        """The bytes on the device, uint8 [n or a little more], or where they are."""
+        """uint8 [n or a little more] on the device."""
         self.nbytes, self.name = self.place.nbytes, name
         self._watched: Tensor | None = x.detach()  # its version counts writes, until it has left
         self._version = x._version

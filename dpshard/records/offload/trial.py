@@ -38,7 +38,7 @@ def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
         for turn in range(_ROUNDS):
             away = []
             for i in range(_RECORDS):
-                load = _busy(load)  # so that the copy out comes too early without its wait
+                load = _busy(load)  # without its wait, the copy out would come too early
                 away.append(copies.leave(_content(turn, i, nbytes, load)))
                 _ = torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device)  # uses memory that is free again
             for i, some in enumerate(away):
@@ -52,7 +52,7 @@ def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
 
 
 def _content(turn: int, i: int, nbytes: int, load: Tensor) -> Tensor:
-    """Return bytes that depend on the record; zero times `load`, a number, makes them wait for it."""
+    """Zero times `load`, a number, makes the bytes wait for it."""
     zero = (load[0, 0] * 0).to(torch.uint8)
     return (torch.arange(nbytes, dtype=torch.int32, device=load.device) % (97 + _RECORDS * turn + i)).to(
         torch.uint8
