@@ -1,7 +1,4 @@
-"""FLOPs of the kernels, for torch's FlopCounterMode; import this module to count them.
-
-The kernels do not import it, because torch's counter takes a second to load Triton.
-"""
+"""FLOPs of the kernels, for torch's FlopCounterMode, which takes a second to load; import this module to count them."""
 
 from __future__ import annotations
 

@@ -1,16 +1,13 @@
 """Normals by the element, for GPUs: the definition of their noise.
 
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3". Elements [a, b) can be computed without the others. They are the same on
-every device, up to the last bits of a logarithm and a cosine. (torch.randn on a GPU depends on the number of
-multiprocessors. And a part of a tensor is not the tensor's part.) It passes statistical tests but is not a cipher.
+"Parallel random numbers: as easy as 1, 2, 3". So elements [a, b) are computed without the others, equal on every device
+up to the last bits of a logarithm and a cosine. It passes statistical tests but is not a cipher.
 
-160 bits name a stream: the key, and the upper three words of the counter. (Under 64 bits, two of 10^9 blocks of a long
-run would have the same noise with probability 2.7%.) Element k lies in half k // HALF % 2 of a tile of
-2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first
-takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has
-24 bits in float32, as every float32, and 53 in float64. `release_` adds the noise; `triton.release_` does the same in
-one pass.
+160 bits name a stream: the key, and the upper three words of the counter. Element k lies in half k // HALF % 2 of a
+tile of 2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the
+first takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The
+angle has 24 bits in float32, and 53 in float64.
 """
 
 from __future__ import annotations

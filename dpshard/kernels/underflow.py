@@ -1,35 +1,31 @@
 """A bound on the underflow of a sum; every norm includes it.
 
 [Note: Underflow]
-In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number. It rounds to few bits, or to
-zero. A large factor may bring the loss back. Rows of 1e-23 and columns of 1e19 make gradients of 1e-4, but the squares
-of such rows are zero. Clipping is sound for any data if no measured norm is below the true one. So every sum of squares
-or products includes what underflow may hide of it. Three places do so: `norms`, `gram` and sums of products. The proof
-leaves out rounding, which numerics.RESOLUTION covers.
+In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number, and loses bits or is zero. A
+large factor may bring the loss back: rows of 1e-23 and columns of 1e19 make gradients of 1e-4. Clipping is sound for
+any data if no measured norm is below the true one. So every sum of squares or products includes what underflow may hide
+of it. The proof leaves out rounding, which numerics.RESOLUTION covers.
 
 1. *Sums.* A product that underflows is off by less than tiny, and so is each sum that takes it up. Three such errors a
    term are possible, as long sums are sums of sums, and inner products count twice. hidden(n) = 8 n tiny is above them.
 2. *Norms.* A measured norm m of a vector x of n elements has |x|^2 <= m^2 + hidden(n). So |x| <= m + sqrt(hidden(n)),
-   which `norms` returns. Its square is at least hidden(n), a normal number, so no later square is lost. Products of
-   such norms are upper bounds, too: ghost norms of one position, and the scales of rounding.
+   which `norms` returns. Its square is at least hidden(n), a normal number, so no later square or product is lost.
 3. *Ghost norms.* Let A and B be the Gram matrices of T rows and T columns. The squared norm of sum_t r_t (x) c_t is the
-   sum of the elements of their elementwise product A * B. A measured matrix is A + E. By 1, every element of E is below
-   hidden(n) in size. So its eigenvalues are below T hidden(n) = hidden(T n) in size. So P = E + hidden(T n) I is
-   positive semidefinite. `gram` returns A + P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q
-   are positive semidefinite. So the sums of their elements are not negative. So sum (A + P) * (B + Q) >= sum A * B.
-   Underflow hides at most hidden(T^2) of the sum itself, which is added. The Gram matrix of windows is a sum of
-   submatrices of that of pixels, with the same rows and columns. So it inherits P.
+   sum of the elements of A * B. Measured is A + E. By 1, every element of E is below hidden(n) in size. So its
+   eigenvalues are below T hidden(n) = hidden(T n), and P = E + hidden(T n) I is positive semidefinite. `gram` gives A +
+   P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q are positive semidefinite. So the sums of
+   their elements are not negative, and sum (A + P) * (B + Q) >= sum A * B. Underflow hides at most hidden(T^2) of the
+   sum itself, which is added. The Gram matrix of windows is a sum of submatrices of that of pixels, so it inherits P.
 4. *Inner products* of gradients of several records hide at most hidden(n), which is added. Both factors are gradients,
    so no large factor follows.
 5. *Overflow.* A square above the largest number makes the norm infinite or NaN, and the sample counts as zero.
-6. *Clipped sums.* A row times its factor may underflow, too. It is off by less than tiny. The columns that it meets are
-   shorter than 2e19, or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T). A
-   column of one element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels:
-   flushing makes the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are
-   summed themselves.
+6. *Clipped sums.* A row times its factor may be off by less than tiny. The columns that it meets are shorter than 2e19,
+   or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T). A column of one
+   element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels: flushing makes
+   the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are summed
+   themselves.
 
-Without any one of these places, data in tests/records/test_underflow.py pass several times the threshold. No digit of
-ordinary norms changes: for numbers above 1e-10, `hidden` is below a rounding.
+No digit of ordinary norms changes: for numbers above 1e-10, `hidden` is below a rounding.
 """
 
 from __future__ import annotations
@@ -38,5 +34,5 @@ import torch
 
 
 def hidden(terms: int, dtype: torch.dtype) -> float:
-    """Bound on what underflow hides of a sum in `dtype` of `terms` squares or products; see [Note: Underflow]."""
+    """Bound on what underflow hides of a sum in `dtype` of `terms` squares or products."""
     return 8 * terms * torch.finfo(dtype).tiny

@@ -25,8 +25,8 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept per-sample gradients to the record, in bytes: for gradients that wait for norms of other
-layers, and for ones summed at once.
+"""Largest ratios of kept per-sample gradients to the record, in bytes, if they wait for other layers or are summed at
+once.
 """
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20

@@ -42,7 +42,7 @@ def _expanded(records: Sequence[Record]) -> Callable[[Record], Record]:
 
 
 def _kind(record: Record) -> object:
-    """A grouped and a plain product of one weight differ in [G, R, C]."""
+    """Tell grouped from plain products of one weight, which differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedReads):
@@ -74,7 +74,11 @@ def _join(kind: Sequence[Record]) -> Record:
 def measure(
     records: Sequence[Record], method: NormMethod, *, keep: bool, closing: bool = False
 ) -> tuple[Tensor, list[Record]]:
-    """Tell grouped from plain products of one weight, which differ in [G, R, C]."""
+    """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
+
+    With `keep`, a per-sample gradient instantiated for its norm replaces its record. The cheapest method does so only
+    if it is not much larger, or if B = 1 and its group is `closing`.
+    """
     joined = join(records)
     if len(joined) == 1:
         (record,) = joined
@@ -91,7 +95,7 @@ def measure(
 
 
 def _scale(record: Record) -> Tensor:
-    """Rounding is relative to this sum [B] of the norms of the terms."""
+    """Sum of the norms [B] of the terms of a record's gradient."""
     if isinstance(record, OuterProduct):
         return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, HeadRecord):
@@ -114,7 +118,7 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 
 def inner(first: Record, second: Record) -> Tensor:
-    """Sum of the norms [B] of the terms of a record's gradient."""
+    """Upper bounds [B] of the inner products of the per-sample gradients of two records."""
     if isinstance(first, RoutedReads) and isinstance(second, RoutedProduct):
         first, second = second, first
     if isinstance(first, RoutedProduct) and isinstance(second, RoutedReads) and _is_tied(first, second):
@@ -142,7 +146,6 @@ def _is_tied(product: RoutedProduct, reads: RoutedReads) -> bool:
 
 
 def _inner_routed(product: RoutedProduct, reads: RoutedReads) -> Tensor:
-    """Without padding all samples to the longest."""
     total = torch.zeros(product.batch_size, dtype=wide(product.rows).dtype, device=product.rows.device)
     for samples, part in product.by_length():
         total = total.index_copy(0, samples, _inner_outer_gather(part, reads.of(samples)))

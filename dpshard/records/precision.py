@@ -54,7 +54,7 @@ def _switched(backend: str, operation: str, legacy: Callable[[], Any]) -> Iterat
 
 
 def _touched(operation: str) -> tuple[tuple[str, str], ...]:
-    """Settings that the older switch also sets."""
+    """Return the settings that the older switch also sets."""
     if operation == "matmul":
         return ("cuda", "matmul"), ("mkldnn", "matmul")
     return ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv")

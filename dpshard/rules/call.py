@@ -19,10 +19,11 @@ class BatchAxis:
 
     dim: int
     adjacent: int = 0
-    """For a dimension of B * k: adjacent rows of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a unit
-    in the model's inputs: [k / K, B, K]."""
+    """Of B * k rows: adjacent ones of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a unit: [k / K, B,
+    K].
+    """
     routed: bool = False
-    """True if the data decides the order of rows (experts): every row then counts as a sample."""
+    """True if the data decides the order of rows, so every row counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension here."""
@@ -36,7 +37,7 @@ class BatchAxis:
         return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """Undo `split` for k rows per sample (1: without their own dimension)."""
+        """Undo `split` for k rows per sample."""
         if k == 1:
             return x.movedim(0, self.dim)
         if not self.adjacent:
@@ -54,9 +55,9 @@ class Source:
     """A trainable parameter, or a tensor derived only from such (`w.t()`, `1 + w`)."""
 
     label: str
-    """Parameter name, or the derivation as text: "__getitem__(positions, slice(None, 6, None))[0]"."""
+    """Parameter name, or the derivation: "__getitem__(positions, slice(None, 6, None))[0]"."""
     form: str
-    """`label` without lengths of slices and constants: the same for inputs of any length."""
+    """`label` without lengths and constants, for inputs of any length."""
     roots: tuple[str, ...]
     """Names of its trainable parameters."""
     shape: tuple[int, ...]
@@ -64,7 +65,7 @@ class Source:
     isometric: bool
     """True if it only rearranges or selects elements of its one root, which preserves norms."""
     exact: bool
-    """True if equal labels mean equal functions of the parameters (no constants took part)."""
+    """True if equal labels mean equal functions of the parameters (no constants)."""
     transpose_of: Source | None = None
     """Matrix that this is the transpose of; products with this are recorded there."""
     slice_of: tuple[Source, int] | None = None
@@ -73,10 +74,7 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """Makes the records of one use; equal recipes do the same.
-
-    So uses with equal recipes can be recorded together, as one use of the samples of all.
-    """
+    """Makes the records of one use; uses with equal recipes can be recorded as one use of the samples of all."""
 
     axis: BatchAxis
     """Where each tensor carries the samples."""
@@ -84,7 +82,7 @@ class Recipe(ABC):
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
-        """Return a record for each source of the use, of the tensors kept in forward and the output gradient (last)."""
+        """Return a record for each source, of the tensors kept in forward and the output gradient (last)."""
 
 
 Build = Recipe | Callable[..., Sequence[tuple[Source, Record]]]
@@ -112,13 +110,13 @@ class Planned:
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
     """From input, weight and bias, cut off from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From the output gradient and the weight to the input gradient, if no other operand is differentiable except
-    sources. The function and its tap can then be one autograd node.
+    """From the output gradient and the weight to the input gradient, if all other differentiable operands are sources.
+    The function and its tap can then be one autograd node.
     """
 
 
 class Call(Protocol):
-    """A call of a torch function with trainable parameters and samples of the micro-batch."""
+    """A call of a torch function with trainable parameters and samples."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -144,19 +142,19 @@ class Call(Protocol):
         ...
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
-        """Return `output`; its gradient and the kept tensors become the records that `build` returns."""
+        """Return `output`; `build` makes records of its gradient and the kept tensors."""
         ...
 
     def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run the call as planned on these of its arguments, and tap the output; equal calls repeat the plan."""
+        """Run the call as planned, and tap the output; equal calls repeat the plan."""
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """Return source `x`, one copy per sample, [B, *shape] (stride 0); the copies' gradient is the record."""
+        """Return source `x`, one copy per sample, [B, *shape] (stride 0), whose gradient is the record."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error to raise, with parameter, module, function; `advise` adds general advice."""
+        """Return the error, with parameter, module and function."""
         ...
 
 
@@ -169,10 +167,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
-    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows at dim -from_right.
-
-    `adjacent`: see BatchAxis.
-    """
+    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows at dim -from_right."""
     source = call.source(x)
     assert source is not None
     B = call.batch_size

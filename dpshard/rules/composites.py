@@ -11,7 +11,7 @@ from dpshard.rules.registry import composite
 
 
 def _look_into(function: Any) -> None:
-    """Register `function` without the check that would hand its whole call to the mode again."""
+    """Leave out the check that would hand the whole call to the mode again."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions in 1, 2 and 3 dimensions, grouped ones included."""
+"""Convolutions and transposed convolutions in 1, 2 and 3 dimensions, also grouped."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _record(
     bias: Tensor | None,
     record: Callable[[Tensor, Tensor, torch.Size], Record],
 ) -> Tensor:
-    """Tap a convolution; `record` gets input and output gradient [B, k, ...], k images per sample."""
+    """Give `record` input and output gradient [B, k, ...], k images per sample."""
     w, b = call.source(weight), call.source(bias)
     if input.dim() != weight.dim():
         raise call.refuse("its input has no batch dimension; pass [B, C, ...]")
@@ -105,5 +105,5 @@ def _record(
 
 
 def _images(x: Tensor, dims: int) -> Tensor:
-    """Return [B, C, ...] as [B, 1, C, ...]; keep [B, k, C, ...], k images per sample."""
+    """[B, k, C, ...], k images per sample."""
     return x if x.dim() > dims else x[:, None]

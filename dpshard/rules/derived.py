@@ -1,8 +1,7 @@
 """Tensors derived only from trainable parameters: how their records go back to their roots.
 
-A derivation needs no rule, because its Jacobian does not depend on the samples. Rearranging or selecting elements
-preserves norms, so only the clipped sum goes back through the Jacobian. Other derivations take back the per-sample
-gradients, by one vector-Jacobian product each.
+The Jacobian of a derivation does not depend on the samples. Rearranging or selecting elements preserves norms, so only
+the clipped sum goes back. Other derivations take back the per-sample gradients, by one vector-Jacobian product each.
 """
 
 from __future__ import annotations
@@ -26,16 +25,15 @@ _ISOMETRIC_NAMES = (
     *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Functions that move or pick elements of one tensor, each at most once, so the adjoint preserves norms.
-
-Complex elements keep both parts, so a cast from real numbers is not isometric.
+"""Functions that move or pick elements of one tensor, each at most once. Complex elements keep both parts, so a cast
+from real numbers is not isometric.
 """
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
 
 def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
-    """Return True if function `name` transposes a matrix, given a tensor of `shape` and other arguments."""
+    """Return True if function `name` transposes a matrix."""
     if len(shape) != 2:
         return False
     swaps = name in ("transpose", "swapaxes", "swapdims") and len(args) == 3 and (args[1] - args[2]) % 2 == 1
@@ -43,10 +41,7 @@ def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
 
 
 def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the roots from that of the derived tensor, without a batch dimension.
-
-    Here and below, complex gradients are their parts; see `as_real`.
-    """
+    """Return the gradients of the roots from that of the derived tensor; complex ones as parts."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     (roots,) = vjp(as_complex(gradient, replayed.dtype).to(replayed.dtype))
@@ -54,7 +49,7 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Return per-sample records of the roots from one of the derived tensor, one vector-Jacobian product per sample."""
+    """Return records of the roots from one of the derived tensor."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)

@@ -1,6 +1,6 @@
 """Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens).
 
-The parameter enters as one copy per sample; the gradients of the copies are the per-sample gradients.
+The gradients of one copy per sample are the per-sample gradients.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
 ELEMENTWISE = functions_named(
     (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
 )
-"""Functions with output elements that depend on one element of each argument, in place or not."""
+"""Output elements depend on one element of each argument."""
 
 
 # Attention broadcasts its mask (a learned position bias) and learned queries like an elementwise function.
@@ -39,7 +39,7 @@ def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
 
 @rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """Replace masked elements by a scalar parameter; uses `where`, because one copy per sample is not a scalar."""
+    """Replace masked elements by a scalar parameter, by `where`, because copies are not scalars."""
     if call.source(input) is not None:
         raise call.refuse("its output would be a parameter masked by the data; use torch.where")
     (input, mask, value), _ = _spread_all(call, (input, mask, value), {})
@@ -57,7 +57,7 @@ def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
-    """Return the batch dimension, counted from the right as in broadcasting, its size, and its adjacent rows."""
+    """Return the batch dimension from the right, its size, and its adjacent rows."""
     found: set[tuple[int, int, int]] = set()
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and call.source(x) is None:
@@ -99,7 +99,7 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     shape = (1,) * (len(times) - len(source.shape)) + source.shape
     B, each = call.batch_size, shape[axis.dim]
     k, rest = divmod(times[axis.dim], B)
-    # Values of the parameter cannot tell in which order rows lie. Those of a unit lie as in the inputs of the model.
+    # Values of the parameter cannot tell the order of rows. Those of a unit lie as in the inputs.
     if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
         raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, but there are {B}")
     copies = call.per_sample(x).reshape(B, *shape)

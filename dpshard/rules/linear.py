@@ -21,7 +21,7 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D] of any rank. A vector W [D] or a broadcast bias goes by sample."""
+    """Y = x W^T + b with W [P, D] and x [..., D]. A vector W [D] or a broadcast bias goes by sample."""
     broadcasts = bias is not None and call.source(bias) is not None and bias.shape != weight.shape[:1]
     if weight.dim() == 1 or broadcasts:
         return vectorized(call, *call.args, **call.kwargs)
@@ -31,8 +31,7 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = _linear(input, weight, bias)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and output._is_view():
-        # A view of addmm's matrix, which backward does not need. A tap on a view would make autograd copy the
-        # gradient of the whole base, twice.
+        # Backward does not need addmm's view. A tap on a view would make autograd copy the base's gradient, twice.
         return torch.ops.aten._unsafe_view.default(output, output.shape)
     return output
 
@@ -47,7 +46,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
-    """Y = x W with W [D, P]; with the parameter on the left, or of another rank, sample by sample."""
+    """Y = x W with W [D, P]; sample by sample with the parameter on the left, or of another rank."""
     if call.source(input) or not _is_matrix(call, other) or input.dim() < 2:
         return vectorized(call, input, other)
     return _record(call, lambda x, w, _: torch.matmul(x, w), input, other, None, transposed=True)
@@ -82,7 +81,7 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
 
 
 def _rows(axis: BatchAxis, x: Tensor, B: int) -> Tensor:
-    """Return the rows of each sample, [B, T, D]; D may be 0."""
+    """[B, T, D]; D may be 0."""
     of_samples = axis.split(x, B)
     return of_samples.flatten(1, -2) if of_samples.dim() > 2 else of_samples[:, None]
 
@@ -95,7 +94,7 @@ def _is_matrix(call: Call, x: Tensor) -> bool:
 def _record(
     call: Call, product: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """Return `product(input, weight, bias)`, tapped: `input` W^T + b, or `input` W + b if `transposed` (W [D, P])."""
+    """`transposed`: W [D, P]."""
     axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
     gradient = _through_transposed if transposed else _through
     if w is not None and w.transpose_of is not None:
@@ -126,7 +125,7 @@ def _through_transposed(g: Tensor, weight: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Products(Recipe):
     shape: tuple[int, ...] | None
-    """Shape of the weight, or None if it is no source."""
+    """Of the weight; None if it is no source."""
     has_bias: bool
     transposed: bool
 

@@ -17,7 +17,7 @@ from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, batch_axis
 from dpshard.rules.registry import rule
 
 Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""From input, weight and bias to the output; without weight and bias, to the normalised input."""
+"""From input, weight and bias (or neither) to the output."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +169,9 @@ def _affine(
 ) -> Tensor:
     """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
 
-    `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward computes the normalised input
-    again, to save memory. `moments`: None if they are not the input's own. `repeated`: False if `normalize` holds
-    buffers, which other calls may replace.
+    `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward normalises again, to save memory.
+    `moments`: None if they are not the input's own. `repeated`: False if `normalize` holds buffers, which calls may
+    replace.
     """
     w, b = call.source(weight), call.source(bias)
     axis = batch_axis(call, input)
@@ -192,8 +192,6 @@ def _affine(
 
 @dataclass(frozen=True, slots=True)
 class _Sums(Recipe):
-    """See `_affine`."""
-
     weight: tuple[int, ...] | None
     """Its shape, or None if it is no source."""
     bias: tuple[int, ...] | None

@@ -25,7 +25,7 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         # Never replayed, because the rehearsal made the slots; dynamo cannot rebuild every closure.
         replay = _never_replayed
     elif name in _CASTS and len(parents) == 1 and alike:
-        # Skip the cast: it would round the clipped sum in half precision.
+        # The cast would round the clipped sum in half precision.
         replay = parents[0].replay
     else:
         replay = _replay_of(func, args, kwargs, sources, index)
@@ -46,8 +46,6 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
 
 
 def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Replay:
-    """Return output number `index` of a call as a function of the trainable parameters by name."""
-
     def kept(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -70,7 +68,7 @@ def _never_replayed(values: dict[str, Tensor]) -> Tensor:
 
 
 def _element(index: Any) -> int | None:
-    """Return the one element along dimension 0 that an index picks, such as an expert's number, or None."""
+    """Return the one element along dimension 0 that an index picks, such as an expert's number."""
     if isinstance(index, Tensor):
         whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
     else:
@@ -79,7 +77,7 @@ def _element(index: Any) -> int | None:
 
 
 def _is_basic(index: Any) -> bool:
-    """Return True for numbers and slices only; a tensor or a list may pick an element twice."""
+    """Return False for a tensor or a list, which may pick an element twice."""
     indices = index if isinstance(index, tuple) else (index,)
     return all(isinstance(i, (int, slice, type(None), type(...))) for i in indices)
 

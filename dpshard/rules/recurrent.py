@@ -1,7 +1,7 @@
 """Recurrent layers and cells, as compositions of functions with rules.
 
-`torch.lstm` and similar functions hide their steps, so this module computes them, by the same formulas. One call uses
-the inputs' weight for all steps; each step uses the states' weight, and the records join.
+`torch.lstm` and others hide their steps. Here one call uses the inputs' weight for all steps; each step uses the
+states' weight, and the records join.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from dpshard.rules.registry import composite
 
 State = tuple[Tensor, ...]
-"""State of a cell: h, and for an LSTM c, each [B, H]."""
+"""Of a cell: h, and for an LSTM c, each [B, H]."""
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
 """(x W_ih^T + b_ih, state, W_hh, b_hh) -> the next state."""
 
@@ -51,8 +51,7 @@ def _run(
 ) -> tuple[list[Tensor], State]:
     """Return the outputs of all steps, and the last state of every row.
 
-    In packed sequences, later steps have fewer rows forwards in time, because the last rows end. Backwards they have
-    more: rows begin, from their rows of `state`.
+    In packed sequences the last rows end. Backwards in time, rows begin, from their rows of `state`.
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)
@@ -110,7 +109,7 @@ def _layers(
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     """Turn states [L, B, H] into L states [B, H], as sequences of length L, so that rows keep their samples.
 
-    `rows` [B, D]: first rows of the input, with known samples; new zeros would have none.
+    `rows` [B, D]: first rows of the input; new zeros would have no samples.
     """
     if not state.requires_grad and not state.any():
         return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)

@@ -12,24 +12,24 @@ Rule = Callable[..., Any]
 RULES: dict[Function, Rule] = {}
 
 ROUTED_RULES: dict[Function, Rule] = {}
-"""Rules that depend on where routed rows lie; see [Note: Rules for routed rows]."""
+"""Rules that depend on where routed rows lie."""
 
 COMPOSITES: dict[Function, Function] = {}
-"""Functions replaced by the same in other torch functions, which have rules."""
+"""Functions replaced by the same in other torch functions."""
 
 
 def rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule for torch functions; it gets the Call and the function's own arguments."""
+    """Register a rule; it gets the Call and the function's own arguments."""
     return _put_into(RULES, *functions)
 
 
 def routed_rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule for torch functions on routed rows."""
+    """Register a rule for routed rows."""
     return _put_into(ROUTED_RULES, *functions)
 
 
 def composite(function: Function) -> Callable[[Function], Function]:
-    """Register a replacement of a torch function in private forwards, with equal arguments and result."""
+    """Register a replacement of a torch function, with equal arguments and result."""
     return _put_into(COMPOSITES, function)
 
 

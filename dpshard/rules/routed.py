@@ -1,11 +1,11 @@
 """Routed rows, as experts get them: all samples' rows side by side; `Call.samples` has the sample of each.
 
 [Note: Rules for routed rows]
-Some rules compute output row n from input row n only. They treat rows as samples, and `records.of_samples` assigns
-their records to the samples. Grouped products depend on where rows lie, so they have their own rule.
+Rules that compute output row n from input row n only treat rows as samples; `records.of_samples` assigns their records.
+Grouped products depend on where rows lie, so they have their own rule.
 
-A mixture of experts keeps its weights in one tensor [G, ...]. A sample's gradient consists of its rows, each in its
-group. An expert without rows has a gradient of zero, and noise like any other.
+A sample's gradient of a weight [G, ...] of experts consists of its rows, each in its group. An expert without rows has
+a gradient of zero, and noise like any other.
 """
 
 from __future__ import annotations

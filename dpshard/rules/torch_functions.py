@@ -40,13 +40,13 @@ def function_name(func: Function) -> str:
 
 
 def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor)) -> frozenset[Function]:
-    """Return all functions of these names in `owners`, such as `torch.add` and `Tensor.add`."""
+    """Return all functions of these names in `owners`."""
     names = tuple(names)
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
 
 def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
-    """Turn `w.type_as(x)` and `w.to(x)` into functions of w only; replace functions that dynamo cannot call."""
+    """Turn `w.type_as(x)` and `w.to(x)` into functions of w only."""
     if func is Tensor.unflatten:
         return torch.unflatten, args  # the method calls super(), which dynamo cannot trace in a mode
     if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
@@ -55,10 +55,7 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
 
 
 class Passthrough:
-    """A process-wide switch, on while a sharding framework gathers and frees parameters around a forward.
-
-    While it is on, function modes pass every call through unchanged.
-    """
+    """A process-wide switch, on while a framework gathers and frees parameters: modes pass calls through."""
 
     on = False
 

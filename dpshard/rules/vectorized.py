@@ -1,7 +1,6 @@
 """Functions run sample by sample (vmap), with one copy of the parameter a sample.
 
-Exact for differentiable functions that treat samples independently. It instantiates the per-sample gradient, so
-families with large parameters have cheaper rules.
+Exact for differentiable functions that treat samples independently, but large parameters have cheaper rules.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ def vectorized(call: Call, *args: Any, **kwargs: Any) -> Tensor:
             batched.append(call.per_sample(leaf))
         elif axis is not None:
             k = leaf.shape[axis.dim] // B
-            # A sample keeps its rows as a dimension, even one row: the function expects this rank.
+            # The function expects a sample's rows as a dimension, even one row.
             rows_first = axis.split(leaf, B)
             batched.append(rows_first.unsqueeze(axis.dim + 1) if k == 1 else rows_first)
         else:

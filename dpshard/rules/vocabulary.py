@@ -1,9 +1,8 @@
 """`dpshard.losses.chunked_cross_entropy`: a vocabulary head and its loss in one use.
 
 [Note: A head that was written]
-Norms come from the logits of the forward, and gradients from logits that are computed again. With other weights, a
-gradient could exceed its norm without bound. Versions of tensors show most writes before backward, but not those
-through `.data` or NumPy. Checksums of the bits show these.
+Gradients come from logits that are computed again. With weights written since, a gradient could exceed its norm without
+bound. Versions of tensors show most writes, checksums of the bits those through `.data` or NumPy.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dpshard.rules.registry import rule
 _GRAM_PAYS = 4
 """Positions of a sample, over features, up to which Gram matrices cost less than gradients in chunks.
 
-A Gram matrix takes T / (2 D) to T / D products of the head. Gradients in chunks take two.
+They take T / (2 D) to T / D products of the head, gradients in chunks two.
 """
 
 
@@ -77,7 +76,7 @@ def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
     """Return `scale_BT` if all of `same` hold; see [Note: A head that was written].
 
     Otherwise raises LogicalBatchError. Without `wait`, which would stall a device, returns NaN, so the samples are
-    dropped and counted as not finite.
+    dropped.
     """
     if not wait:
         return torch.where(same.all(), scale_BT, torch.nan)
@@ -100,7 +99,7 @@ def _losses(hidden_BTD: Tensor, labels_BT: Tensor, head: Head, *, compare: bool)
 
 
 class _Pull(torch.autograd.Function):
-    """Return `loss` [B, T], whose gradient by the input is `pulled` [B, T, D]."""
+    """`loss` [B, T], whose gradient by the input is `pulled` [B, T, D]."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, loss: Tensor, pulled: Tensor) -> Tensor:

@@ -1,22 +1,19 @@
-"""Compiled C for the CPU, much faster than numpy and torch, which replace it where it is not built.
+"""Compiled C for the CPU; numpy and torch do the same, more slowly, where it is not built.
 
 [Note: Native code]
-- box_muller, release_: normals from random words, added to a sum (normals.c). numpy passes over the cache seven times,
-  compiled code once. OpenSSL's cipher makes the random bits: the package has no cryptography of its own.
-  release_pieces_ takes many short pieces of sums at once: calls on each would take longer than their arithmetic.
-- checksums, norms_sq: a number for each of many tensors at once (sums.c).
-- add_digests_: a digest of the bits of sums under secret weights (digest.c). torch writes and reads every product, in
-  64 bits.
-- floored_ghost_norm_sq: norms by Gram matrices, float32 (gram.c), on x86-64 with AVX2. torch multiplies matrices too
-  small for its library, and writes and reads every product. Compiled code computes half of the products, in the cache.
-- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same processors
-  (convolution.c). torch makes samples the groups of one convolution, in several times their memory.
-- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c). torch normalises the
-  input again, writes it, multiplies it, and sums it twice. Compiled code keeps its rows in the cache.
 
-The code runs on torch's threads. Others would compete for the cores, because OpenMP's threads spin for milliseconds
-after an operator. Compilers call GOMP_parallel for `#pragma omp parallel`; torch's build for Linux brings the library
-with it. Without it the code uses one thread. The number of threads changes no bit.
+- box_muller, release_, release_pieces_: normals from random words of OpenSSL's cipher, added to sums in one pass
+  (normals.c).
+- checksums, norms_sq: a number for each of many tensors at once (sums.c).
+- add_digests_: a digest of the bits of sums under secret weights (digest.c).
+- floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2 (gram.c).
+- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same processors
+  (convolution.c). torch needs several times their memory.
+- normalization_gradients: per-sample gradients of weights and biases, float32, in one pass (normalization.c).
+
+The code runs on torch's threads, because OpenMP's threads spin for milliseconds after an operator and would compete.
+The compiler's calls of GOMP_parallel find the library that torch's build for Linux brings. Without it the code uses one
+thread. The number of threads changes no bit.
 
 setuptools builds the code if there is a C compiler. It changes only the last bits of the noise, in logarithms and
 cosines. DPSHARD_NATIVE=0 switches it off.

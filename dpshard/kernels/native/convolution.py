@@ -10,10 +10,10 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
-"""Least number of output channels per group; tiles have 16, so with fewer most of a tile is empty."""
+"""Least output channels per group; tiles have 16, so fewer leave most of a tile empty."""
 
 _MAX_POSITIONS = 2**16
-"""Largest number of positions of all images of a sample; the code packs their gradients at once."""
+"""Most positions of all images of a sample, whose gradients are packed at once."""
 
 
 def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
@@ -30,9 +30,8 @@ def per_sample_gradients_(
 ) -> Tensor:
     """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B].
 
-    All tensors are float32. `images`: the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions].
-    They have at most three dimensions. G groups have P / G channels each. Raises ValueError otherwise; call
-    `supports_convolution` first.
+    All tensors are float32. `images`: the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions]. G
+    groups have P / G channels each; at most three dimensions. Raises ValueError otherwise.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 

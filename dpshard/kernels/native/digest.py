@@ -31,8 +31,7 @@ class Weights:
 def add_digests_(total: Tensor, stretches: Sequence[tuple[Tensor, int, Weights]], columns: Tensor) -> None:
     """Add to `total` [2], int64, the digests of stretches (x; place of its first word in its row; weights of its rows).
 
-    `x` has elements of 4 or 8 bytes; the words are those of its memory. Columns are [2, WIDTH], int32; all are
-    contiguous. Raises ValueError otherwise; call `supports_digest` first.
+    Elements of `x` have 4 or 8 bytes; columns are [2, WIDTH], int32; all are contiguous. Raises ValueError otherwise.
     """
     compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:

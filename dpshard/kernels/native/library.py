@@ -43,13 +43,13 @@ _SIGNATURES = {
 """Return type and argument types by function."""
 
 Team = tuple[int | None, int]
-"""Address of the function that starts threads (None: one thread), and number of threads."""
+"""Address of the function that starts threads (None: one thread), and their number."""
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
 
 Table = NDArray[np.int64]
-"""Rows of addresses and sizes, one after another; see `table`."""
+"""Rows of addresses and sizes, one after another."""
 
 
 def table(rows: Sequence[Sequence[int]]) -> Table:
@@ -59,10 +59,7 @@ def table(rows: Sequence[Sequence[int]]) -> Table:
 
 @functools.cache
 def library() -> Library | None:
-    """Return the library built with the package, or None.
-
-    None without one, with one warning, or if DPSHARD_NATIVE=0.
-    """
+    """Return the library built with the package; None without one, with one warning, or if DPSHARD_NATIVE=0."""
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
     found = path()
@@ -77,7 +74,7 @@ def library() -> Library | None:
 
 
 def path() -> str | None:
-    """Path of the library built with the package; None if there was no compiler."""
+    """Path of the library; None if there was no compiler."""
     found = find_spec("dpshard.kernels.native._native")
     return None if found is None else found.origin
 
@@ -166,22 +163,22 @@ class Library:
     def release_pieces_(
         self, pieces: Table, streams: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
     ) -> None:
-        """See normals.release_pieces_; `pieces`: address, half, lo and end of each; `wide`: sums, and noise."""
+        """See normals.release_pieces_; `pieces`: address, half, lo and end; `wide`: sums, and noise."""
         count = len(pieces)
         at = (ctypes.c_char_p * len(streams))(*streams)
         args = pieces.ctypes.data, at, count, len(streams) // count, std, divisor
         self._c.dpshard_release_pieces(*team, *args, *wide)
 
     def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
-        """See digest.add_digests_; `stretches`: address, n, at and address of the rows of each."""
+        """See digest.add_digests_; `stretches`: address, n, at and address of the rows."""
         self._c.dpshard_digests(*team, stretches.ctypes.data, count, columns, total)
 
     def checksums(self, arrays: Table, count: int, sums: int, team: Team) -> None:
-        """See sums.checksums; `arrays`: address, n and itemsize of each."""
+        """See sums.checksums; `arrays`: address, n and itemsize."""
         self._c.dpshard_checksums(*team, arrays.ctypes.data, count, sums)
 
     def norms_sq(self, arrays: Table, count: int, norms: int, team: Team) -> None:
-        """See sums.norms_sq; `arrays`: address, n and itemsize of each."""
+        """See sums.norms_sq; `arrays`: address, n and itemsize."""
         self._c.dpshard_norms_sq(*team, arrays.ctypes.data, count, norms)
 
     def ghost_norms(
@@ -204,7 +201,7 @@ class Library:
     def normalization_gradients(
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
     ) -> None:
-        """See normalization.py and normalization.c."""
+        """See normalization.normalization_gradients."""
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:

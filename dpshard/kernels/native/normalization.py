@@ -14,11 +14,10 @@ def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Per-sample gradients [2, B, K] of weights and biases of a normalisation layer.
+    """Per-sample gradients [2, B, K] of weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
 
-    y = w (x - mean) / sqrt(var + eps) + b. `x` and the `gradient` of y are float32. groups > 0: [B, K, N], normalised
-    by groups of K / groups rows. groups = 0: [B, N, K], normalised by row. If not `centered`, 0 replaces the mean.
-    Raises ValueError for other dtypes or shapes.
+    `x` and the `gradient` of y are float32. groups > 0: [B, K, N], normalised by groups of K / groups rows. groups = 0:
+    [B, N, K], normalised by row. If not `centered`, 0 replaces the mean. Raises ValueError otherwise.
     """
     function = _gradients if is_unobserved(x, gradient) else _operator
     return function(x, gradient, groups, eps, centered)

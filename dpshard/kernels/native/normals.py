@@ -17,8 +17,8 @@ from dpshard.kernels.native.library import library, team
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words. The angle takes one word, or two
-    in float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
+    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words, the angle one word, or two in
+    float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
     n], of the dtype of the normals.
     """
     compiled = library()
@@ -31,7 +31,7 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
     """Replace `x` [n] by (x + std * noise) / divisor in place; a wider `noise` makes it round once.
 
-    Both arrays are contiguous, float32 or float64, and `noise` is not narrower than `x`. May overwrite `noise`.
+    Both are contiguous, float32 or float64, and `noise` is not narrower than `x`. May overwrite `noise`.
     """
     compiled = library()
     if compiled is None:
@@ -62,8 +62,8 @@ def release_pieces_(
         parts: Contiguous tensors on the CPU, all float32 or all float64.
         pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half]. The
             elements of the flattened part from `first` on get those in [lo, end).
-        streams: Random words, int32 [3 or 4, half]: as many streams for every piece, one piece after another. The noise
-            is the sum of their normals, scaled to unit variance.
+        streams: Random words, int32 [3 or 4, half]: as many streams for every piece, one piece after another. The
+            noise is the sum of their normals, scaled to unit variance.
         std: Standard deviation of the noise.
         divisor: Divisor of the sums.
         wide: Draw float64 noise, which float64 parts need.

@@ -62,7 +62,7 @@ def release_piece_(
 
 
 def pairs_of(half: int, lo: int, end: int) -> tuple[int, int]:
-    """Return the pairs [first, last) that hold the normals [lo, end) of 2 * half; the second half completes pairs."""
+    """Return the pairs [first, last) that hold the normals [lo, end) of 2 * half."""
     if lo < half < end:
         return 0, half
     return (lo, end) if end <= half else (lo - half, end - half)

@@ -23,8 +23,7 @@ def supports_sums(tensors: Iterable[Tensor]) -> bool:
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of w + w^2 over the words w of each tensor, int64 [N]; it wraps around.
 
-    Words have 16 bits where elements have 2 bytes, else 32. Raises ValueError for elements of one byte; call
-    `supports_sums` first.
+    Words have 16 bits where elements have 2 bytes, else 32. Raises ValueError for elements of one byte.
     """
     found = np.empty(len(tensors), np.int64)
     compiled, arrays = _called(tensors)
@@ -37,7 +36,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
 def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
     """Return the squared L2 norm of each tensor, float64 [N], summed in float64.
 
-    Raises ValueError unless all are float32 or float64; call `supports_sums` first.
+    Raises ValueError unless all are float32 or float64.
     """
     found = np.empty(len(tensors), np.float64)
     compiled, arrays = _called(tensors)

@@ -1,9 +1,8 @@
 """Triton kernels for GPUs; each has a reference in PyTorch for the other cases.
 
 [Note: Kernels]
-Products of half-precision numbers (bfloat16, float16) are exact in float32. torch widens them and multiplies at the
-speed of float32. On a GPU, that is at most a tenth of the speed of tensor cores. The kernels multiply the original
-numbers on tensor cores, with float32 sums:
+torch widens half-precision numbers, whose products are exact in float32, and multiplies at the speed of float32. The
+kernels multiply the original numbers on tensor cores, with float32 sums:
 
     ghost_norm_sq       sum_{t,s} <r_t, r_s> <c_t, c_s> over symmetric tiles; reference: outer_product._ghost_norm_sq
     gradient_norm_sq    |sum_t r_t (x) c_t|^2, tile by tile in the registers; reference: OuterProduct.per_sample
@@ -11,17 +10,14 @@ numbers on tensor cores, with float32 sums:
     weighted_sum        sum_i factor_i * gradient_i, a factor on float32 sums; reference: OuterProduct.clipped_sum
     release_            (x + std * noise) / divisor and |x| in one pass; reference: philox.release_
 
-torch multiplies float32 rows and columns: cuBLAS is better at IEEE products, and TF32 is too coarse for a norm. It also
-sums stored gradients, factors @ gradients: one pass over float32 numbers.
+torch multiplies float32 rows and columns: TF32 is too coarse for a norm. It also sums stored gradients.
 
-No draw and no decision depends on Triton. Sums always round in the same order: tiles write partial sums, without atomic
-additions. Tensor cores do not round their sums. Each of the K / 16 additions in a sum of K products may drop its last
-bit. In all that is below K 2^-27 of the sum. So Gram matrices, with rows as long as a vocabulary, are summed in chunks
-of 1024. The other sums are as long as a sample.
+No draw and no decision depends on Triton. Tiles write partial sums, without atomic additions, so sums round in the same
+order. Each of the K / 16 additions in a sum of K products on tensor cores may drop its last bit. In all that is below K
+2^-27 of the sum. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024.
 
-At their first use on a device, trial.py compares the kernels with torch's own results. A kernel that differs switches
-them off, with a warning. They run on NVIDIA GPUs of compute capability 8.0 or more. For tests without a GPU, Triton's
-interpreter (TRITON_INTERPRET=1) runs them on CPU tensors. DPSHARD_TRITON=0 switches them off.
+Kernels need compute capability 8.0. Triton's interpreter (TRITON_INTERPRET=1) runs them on CPU tensors.
+DPSHARD_TRITON=0 switches them off.
 """
 
 from dpshard.kernels.triton.dispatch import run_on, supports_ghost_norm, supports_product

@@ -10,7 +10,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def factor_of_dot(x):
-    """Return `x` as `tl.dot` takes it: half precision, with products that are exact in float32."""
+    """Return `x` in half precision, with products that are exact in float32."""
     # The interpreter would multiply the bits of bfloat16.
     if _INTERPRETED:
         return x.to(tl.float32)

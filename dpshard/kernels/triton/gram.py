@@ -1,7 +1,7 @@
-"""The ghost norm, tile by tile of two symmetric Gram matrices that are never stored.
+"""The ghost norm, tile by tile of two symmetric Gram matrices that are never stored. Needs Triton.
 
-Each program computes one tile of both matrices, for blocks of positions i >= j. It multiplies the two, and writes the
-sum, doubled off the diagonal. Needs Triton.
+Each program multiplies one tile of both matrices, for blocks of positions i >= j, and writes the sum, doubled off the
+diagonal.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpshard.kernels.triton.tiles import ghost_tile, triangle
 from dpshard.kernels.underflow import hidden
 
 _CHUNK = 1024
-"""Products in one sum on tensor cores, where each addition may lose the last bit. Sums of chunks round as usual."""
+"""Products in one sum on tensor cores, where each addition may lose the last bit."""
 
 
 @triton.jit
@@ -64,7 +64,7 @@ def _ghost_norm_sq(
 ):
     """Write the sum of a tile of the Gram product of one sample and group, and of the roots of its diagonal.
 
-    The triangle of tiles is a rectangle of lines. A short line (0-based `short`) and a long one are side by side.
+    The triangle of tiles is a rectangle: a short line (0-based `short`) and a long one are side by side.
     """
     pid = tl.program_id(0)
     width = tiles + 1 - tiles % 2

@@ -10,8 +10,8 @@ from torch import Tensor
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms of sum_t rows_t (x) cols_t, and sum_t |rows_t| |cols_t|, by group [B, G], float32.
 
-    Squared norms of these operators include what underflow may hide; see dpshard.kernels.underflow. Rows [B, G, T, R]
-    and cols [B, G, T, C] have any strides and one half-precision dtype; see `supports_product`.
+    Squared norms include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one
+    half-precision dtype; see `supports_product`.
     """
     from dpshard.kernels.triton import gram  # it needs Triton
 

@@ -110,8 +110,7 @@ def _weighted_sum(
 ):
     """Write one tile of the weighted sum over samples, of one group.
 
-    The factor multiplies float32 sums: half-precision rows would round it. A sample with factor 0 is left out, because
-    0 * NaN is NaN.
+    The factor multiplies float32 sums, because half-precision rows would round it. A factor of 0 leaves a NaN out.
     """
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)

@@ -6,8 +6,7 @@ SMALLEST = 16
 """Least number of positions, rows or columns for tensor cores; fewer would be padded with zeros."""
 
 MANY = 128
-"""Number of programs that keep a GPU busy, about. With fewer tiles, torch is better: Gram matrices fit into the cache,
-and it splits sums over long rows."""
+"""Programs that keep a GPU busy, about. With fewer tiles, Gram matrices fit into the cache, and torch is better."""
 
 
 def ghost_tile(BG: int, T: int) -> int:

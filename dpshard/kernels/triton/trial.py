@@ -1,7 +1,7 @@
 """Compare the kernels with torch's own results, once on each device. Needs Triton.
 
-A wrong kernel would understate norms, or leave out noise, without a sign. Trials have small inputs of several tiles and
-cut edges. Errors of a forgotten factor, mask or tile are far outside of the tolerances.
+A wrong kernel would understate norms, or leave out noise, without a sign. Errors of a forgotten factor, mask or tile
+are far outside of the tolerances.
 """
 
 from __future__ import annotations
