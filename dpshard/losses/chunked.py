@@ -28,19 +28,17 @@ def chunked_cross_entropy(
 ) -> Tensor:
     """Return `sample_losses(F.linear(hidden, weight, bias), labels)`, [B], a chunk of classes at a time.
 
-    Shapes: `hidden` [B, T, D] with `labels` [B, T]. There may be any number of dimensions between B and D, or none.
-    `weight` is [V, D] with V > 1, `bias` [V]. Losses are float32 or wider. Neither logits [B, T, V] nor their gradients
-    exist: a chunk has `chunk_size` classes, by default some 4 million logits. Backward repeats the product of the head
-    once, if the weight is trainable.
+    Shapes: `hidden` [B, T, D] with `labels` [B, T], or other dimensions between B and D. `weight` is [V, D], V > 1,
+    `bias` [V]. Losses are float32 or wider. No logits [B, T, V] exist: a chunk has `chunk_size` classes, by default
+    some 4 million logits. Backward repeats the product of the head once, if the weight is trainable.
 
-    `per` "sample-mean" and "sample-sum": see `sample_losses`. "token" returns the loss of every position, 0 where the
-    label is `ignore_index`. `reduction` "mean" returns the mean over samples (or positions). With `softcap` c, logits
-    are c tanh(logits / c), as with `final_logit_softcapping` of Gemma 2 and VaultGemma.
+    `per`: "sample-mean" and "sample-sum" as in `sample_losses`. "token" returns the loss of every position, 0 where the
+    label is `ignore_index`. `reduction` "mean" returns the mean over samples or positions. With `softcap` c, logits are
+    c tanh(logits / c), as with `final_logit_softcapping` of Gemma 2 and VaultGemma.
 
-    Call it in the model's forward, because an engine does not see what happens outside. Then a tied weight is clipped
-    with all its uses. Works without an engine, too. Raises ConfigurationError for other shapes, and DataError for a
-    label that is no class. (On a GPU: NaN, or an assertion of the device.)
-    [Note: A head in chunks] in head.py has the arithmetic.
+    Call it in the model's forward, because an engine does not see what happens outside. Works without an engine, too.
+    Raises ConfigurationError for other shapes, and DataError for a label that is no class. On a GPU such a label gives
+    NaN, or an assertion of the device.
     """
     _require_fitting(hidden, weight, labels, bias)
     if per not in ("sample-mean", "sample-sum", "token"):
@@ -52,7 +50,7 @@ def chunked_cross_entropy(
     if softcap is not None and not softcap > 0:
         raise ConfigurationError(f"softcap is {softcap}; pass the largest logit, above 0, or None.")
     counted = labels != ignore_index
-    # A masked_fill, not a product: 0 * inf is NaN. Ignored positions get no gradient.
+    # A masked_fill, not a product: 0 * inf is NaN.
     classes = labels.masked_fill(~counted, 0)
     tokens = token_losses(hidden, weight, classes, bias, chunk_size, softcap).masked_fill(~counted, 0)
     losses = tokens
@@ -89,7 +87,7 @@ def token_losses(
     chunk_size: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Cross-entropy [*labels.shape] of every position; an engine's rule replaces this function."""
+    """Return the cross-entropy [*labels.shape] of every position; an engine's rule replaces this function."""
     tensors = (hidden, weight, labels) if bias is None else (hidden, weight, labels, bias)
     if has_torch_function(tensors):
         return handle_torch_function(token_losses, tensors, hidden, weight, labels, bias, chunk_size, softcap)
@@ -99,14 +97,11 @@ def token_losses(
 
 
 class _TokenLosses(torch.autograd.Function):
-    """Cross-entropy [1, N] of N positions, with gradients of hidden [1, N, D], weight and bias."""
-
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head) -> Tensor:
         ctx.head = replace(head, weight=weight.detach(), bias=None if bias is None else bias.detach())
         with without_autocast(hidden.device):
             at = positions_of(ctx.head, hidden, labels, pull=ctx.needs_input_grad[0], gram=None)
-        ctx.has_bias = bias is not None
         trained = any(ctx.needs_input_grad[1:3])
         kept = (hidden, labels, weight, bias) if trained else (None,) * 4
         ctx.save_for_backward(at.label_logit, at.top, at.total, at.pulled, at.label_slope, *kept)

@@ -6,11 +6,10 @@ exp(l_tv - m) over v != y. Then the gradient of position t's loss by its logits 
 
     u_t rho_t,    rho_tv = exp(l_tv - m) / S for v != y,  rho_ty = -1,    u_t = 1 - softmax_y.
 
-Every entry of rho_t is exact to a few roundings. |rho_t| is between 1 and sqrt(2), even if u_t is 1e-30. A difference
-of softmax and one-hot label would cancel. m and S change with each chunk. So all sums over classes are scaled as they
-grow (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c of the logits makes l = c tanh(z / c) of the product z. It
-multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1. So one product with the head gives the losses and the gradient
-of the input. It also gives the Gram matrix <rho_t, rho_s> that per-sample norms need. Gradients of the head repeat it.
+rho_t is exact to a few roundings; a difference of softmax and one-hot label would cancel. m and S change with each
+chunk, so all sums are rescaled (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c makes l = c tanh(z / c) of the
+product z. It multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1. One product with the head gives the losses, the
+gradient of the input, and <rho_t, rho_s> for per-sample norms. Gradients of the head repeat it.
 """
 
 from __future__ import annotations
@@ -38,13 +37,13 @@ class Head:
     bias: Tensor | None
     """[V]"""
     dtype: torch.dtype
-    """Dtype of products: autocast's, or that of the input."""
+    """Of products: autocast's, or that of the input."""
     chunk: int
     """Classes at a time."""
     softcap: float | None = None
-    """c, if logits are c tanh(z / c) of the product z."""
+    """c, or None."""
     versions: tuple[int, ...] | None = None
-    """Versions of weight and bias in forward, because gradients need the same logits again; None: not compared."""
+    """Of weight and bias in forward, because gradients need the same logits again; None: not compared."""
 
     def chunks(self) -> Iterator[slice]:
         """Yield the chunks of classes."""
@@ -56,7 +55,7 @@ class Head:
         return tuple(x._version for x in (self.weight, self.bias) if x is not None)
 
     def logits(self, hidden_BTD: Tensor, classes: slice) -> Logits:
-        """Logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
+        """Return logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
         if self.versions is not None and self.versions_now() != self.versions:
             raise written_between()
         product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
@@ -65,7 +64,7 @@ class Head:
         return self._capped(wide(product))
 
     def logits_at(self, hidden_BTD: Tensor, ids_BK: Tensor) -> Logits:
-        """Logits [B, T, K] of each position for K classes of its sample."""
+        """Return logits [B, T, K] of each position for K classes of its sample."""
         product = hidden_BTD.to(self.dtype) @ self.weight[ids_BK].to(self.dtype).mT
         if self.bias is not None:
             product = product + self.bias[ids_BK].to(self.dtype)[:, None]
@@ -79,7 +78,7 @@ class Head:
 
 
 def written_between() -> LogicalBatchError:
-    """Return the error for other weights in backward than in forward."""
+    """Return the error for weights that changed after the forward."""
     return LogicalBatchError(
         "The weight or bias of chunked_cross_entropy was written between forward and backward; its gradient "
         "needs those of the forward. Step, load or average weights after the backward."
@@ -91,7 +90,7 @@ class Logits(NamedTuple):
 
     values: Tensor
     slopes: Tensor | None
-    """Of the shape of `values`, between 0 and 1; None without a cap"""
+    """Of the shape of `values`; None without a cap."""
 
     def times_slopes(self, x: Tensor) -> Tensor:
         """Return `x` times the slopes."""
@@ -105,30 +104,30 @@ class Positions:
     label_logit: Tensor
     """[B, T]"""
     top: Tensor
-    """[B, T]: m, the largest logit but the label's"""
+    """[B, T]: m"""
     total: Tensor
-    """[B, T]: S, at least 1"""
+    """[B, T]: S"""
     pulled: Tensor | None
     """[B, T, D]: sum_v rho_tv weight_v; u_t times this is the gradient of the input"""
     gram: Tensor | None
     """[B, T, T]: <rho_t, rho_s>"""
     label_slope: Tensor | None = None
-    """[B, T]: slope of the cap at the label's logit; None without a cap"""
+    """[B, T]: slope of the cap at the label's logit, or None"""
 
     @property
     def loss(self) -> Tensor:
-        """Cross-entropy [B, T]."""
+        """Return the cross-entropy [B, T]."""
         margin = self.margin
         return torch.logaddexp(margin, torch.zeros_like(margin))
 
     @property
     def missing(self) -> Tensor:
-        """One minus the probability of the label, u [B, T]."""
+        """Return u [B, T]."""
         return torch.sigmoid(self.margin)
 
     @property
     def margin(self) -> Tensor:
-        """log(u / (1 - u)) [B, T]."""
+        """Return log(u / (1 - u)) [B, T]."""
         return (self.top - self.label_logit) + self.total.log()
 
 
@@ -157,8 +156,8 @@ def positions_of(
 ) -> Positions:
     """Read the head once, for `hidden` [B, T, D] and labels [B, T].
 
-    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T]; None: no Gram matrix.
-    A label that is no class has a loss and a gradient of NaN; on a CPU it raises DataError.
+    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T]; None: no Gram matrix. A
+    label that is no class has a loss and a gradient of NaN; on a CPU it raises DataError.
     """
     _refuse_other_labels(labels, len(head.weight))
     dtype = wide(hidden.new_empty(0)).dtype

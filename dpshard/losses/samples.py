@@ -20,15 +20,13 @@ def sample_losses(
 ) -> Tensor:
     """Return the cross-entropy [B] of each sample, float32 or wider.
 
-    Shapes: `logits` [B, T, C] with `labels` [B, T]. There may be any number of dimensions between B and C, or none.
-    Positions with label `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the
-    sample; a sample without any has loss 0. "sample-sum" does not divide. `F.cross_entropy` divides by the tokens of
-    the micro-batch. A sample's gradient then depends on the length of other samples before clipping, and the noise does
-    not cover that.
+    Shapes: `logits` [B, T, C] with `labels` [B, T], or other dimensions between B and C. Positions with label
+    `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the sample; a sample
+    without any has loss 0. "sample-sum" does not divide. `F.cross_entropy` would divide by the tokens of the
+    micro-batch. Then a sample's gradient would depend on other samples, and the noise does not cover that.
 
-    For a causal language model, pass `logits[:, :-1]` and `ids[:, 1:]`. Call backward() on the mean
-    over the samples, or on the sum with `PrivacyEngine(loss_reduction="sum")`. Raises
-    ConfigurationError for other shapes.
+    For a causal language model, pass `logits[:, :-1]` and `ids[:, 1:]`. Call backward() on the mean over the samples,
+    or on the sum with `PrivacyEngine(loss_reduction="sum")`. Raises ConfigurationError for other shapes.
     """
     if logits.shape[:-1] != labels.shape or labels.dim() == 0:
         raise ConfigurationError(
@@ -37,7 +35,6 @@ def sample_losses(
         )
     if per not in ("sample-mean", "sample-sum"):
         raise ConfigurationError(f"per is {per!r}; pass 'sample-mean' or 'sample-sum'.")
-    # Half precision does not resolve the sum of many tokens.
     wide = logits.float() if logits.element_size() < 4 else logits
     losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
     total_B = losses.view(len(labels), -1).sum(1)
@@ -51,13 +48,13 @@ def packed_cross_entropy(
 ) -> Tensor:
     """Return the mean cross-entropy [units] of each unit of packed rows, float32 or wider; 0 for one without labels.
 
-    Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding; a flat
-    stream may leave R = 1 out. `causal`: each token predicts the next one's label, if that is of its unit; otherwise
-    its own. `units` is the public number of units of a micro-batch: `micro_batch_size` of `engine.batches`. Call
-    backward() on the mean, which divides by `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`.
+    Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding; R = 1 may
+    be left out. `causal`: each token predicts the next one's label within its unit; otherwise its own. `units` is the
+    public number of units of a micro-batch: `micro_batch_size` of `engine.batches`. Call backward() on the mean, which
+    divides by `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`. A mean over tokens would make a unit's
+    gradient depend on the others.
 
-    A mean over the tokens of the rows would divide by the tokens drawn. A unit's gradient would depend on the others
-    before clipping. Raises ConfigurationError for other shapes.
+    Raises ConfigurationError for other shapes.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     labels, unit_ids = (x[None] if x.dim() == 1 else x for x in (labels, unit_ids))

@@ -1,10 +1,6 @@
 """Who is in the batch: the draw of a step, its micro-batches, and their data.
 
-`plans.py`: Poisson sampling, and micro-batches on every rank. `orders.py`, `allocation.py`: other sampling.
-`streams.py`, `participation.py`: orders that the engine does not draw. `loading.py`: reading, collating and padding.
-`tokens.py`: tokens on disk. `units.py`: units of several rows; `UnitDataset` and `augment` are for users. `packing.py`:
-several units in one row; `packed_tokens.py`: the unit of every token. May import `randomness` and below. Begin with
-`plans.py`.
+May import `randomness` and below. Begin with `plans.py`.
 """
 
 from dpshard.sampling.allocation import AllocationSampler

@@ -1,11 +1,8 @@
 """Random allocation (balls in bins): every sample is in one random step of each epoch.
 
-[Note: One draw an epoch]
-Every sample draws its step of the epoch, independently and uniformly. The accountant relies on exactly this. A step is
-a function of run secret, epoch and sample. So all ranks agree, and a resumed run continues the epoch. The first request
-for a step of an epoch draws the steps of all N samples. It sorts the samples by step. This takes O(N) time and 10 N
-bytes; 8 N stay until the next epoch. Further steps read their part. With correlated noise there is one draw for the
-whole run ([Note: The pair of correlated bins] in accounting/simulation.py).
+Every sample draws its step of the epoch independently and uniformly; the accountant relies on exactly this. The step is
+a function of run secret, epoch and sample. The first step of an epoch draws and sorts all N samples, in O(N) time and
+10 N bytes. With correlated noise there is one draw for the whole run.
 """
 
 from __future__ import annotations
@@ -26,9 +23,9 @@ class AllocationSampler:
     """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
-    """Number of samples N of the data set."""
+    """Samples N of the data set."""
     epoch_steps: int
-    """Number of steps of an epoch."""
+    """Steps of an epoch."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     one_draw: bool = False
@@ -36,7 +33,7 @@ class AllocationSampler:
     _drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict, repr=False)
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Return sorted distinct indices [n] of the logical batch of `step`; see [Note: One draw an epoch]."""
+        """Return the sorted distinct indices [n] of the logical batch of `step`."""
         epoch, place = divmod(step, self.epoch_steps)
         epoch = 0 if self.one_draw else epoch
         if epoch not in self._drawn:
@@ -48,7 +45,6 @@ class AllocationSampler:
     def _sorted(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Return the samples [N] by their step, and the start of each step [epoch_steps + 1]."""
         source = RandomSource(derive_key(self.secret, "allocation", epoch))
-        # Small integers are sorted in linear time.
         steps = np.empty(self.sample_size, np.uint16 if self.epoch_steps <= 2**16 else np.uint32)
         for start in range(0, self.sample_size, _DRAWN_AT_ONCE):
             part = steps[start : start + _DRAWN_AT_ONCE]

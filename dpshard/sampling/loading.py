@@ -34,9 +34,9 @@ def load(
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
     """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
-    `plans` is consumed lazily, so it may describe a run of any length. An item of the data set is a sample, or a unit
-    of `rows_per_unit` rows; if `packed`, a document. The other arguments are those of `torch.utils.data.DataLoader`.
-    Raises DataError, at once, as `require_dataset` does.
+    `plans` is consumed lazily. An item of the data set is a sample, or a unit of `rows_per_unit` rows; if `packed`, a
+    document. The other arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once, as
+    `require_dataset` does.
     """
     require_dataset(dataset, sample_size)
     if packed:
@@ -64,7 +64,6 @@ def load(
         prefetch_factor=prefetch_factor,
         worker_init_fn=worker_init_fn,
     )
-    # The loader returns batches in the order of their indices.
     return ((plan, _padded(data, plan)) for data in loader for plan in [ahead.popleft()])
 
 
@@ -117,7 +116,7 @@ def require_dataset(dataset: Any, sample_size: int) -> None:
 class _Announced:
     """A batch sampler that appends each plan to `ahead`.
 
-    If `keyed`, each index comes with the step's key; with packed rows, with the placement of its micro-batch.
+    Each index comes with the step's key if `keyed`, and with the placement of packed rows.
     """
 
     plans: Iterable[MicroBatchPlan]
@@ -138,8 +137,8 @@ class _Announced:
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """Return collated data of the samples of `plan`, filled up to B samples with copies of the last one.
 
-    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers. These may be in nested
-    tuples, lists and dicts. Raises DataError if no part of `data` has a row per sample.
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also nested. Raises
+    DataError if no part of `data` has a row per sample.
     """
     if plan.placement is not None:
         return data
@@ -193,8 +192,6 @@ class _TensorRows(Dataset):
 
 
 class _Sequences(Dataset):
-    """A TokenStore read by whole micro-batches."""
-
     def __init__(self, store: TokenStore):
         self._store = store
 
@@ -203,7 +200,7 @@ class _Sequences(Dataset):
 
 
 class _OneByOne(Dataset):
-    """A data set read one sample at a time, so its transforms never see two samples."""
+    """A data set whose transforms never see two samples."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

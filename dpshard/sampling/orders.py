@@ -1,10 +1,9 @@
 """Batches in a fixed order, and from groups that take turns: the sampling of correlated noise.
 
 [Note: A cyclic order]
-Step t takes the next B positions of an order that repeats after N. So a sample comes once in N positions, and at least
-floor(N / B) steps after its last step. This holds also if B does not divide N: floor((p + N) / B) - floor(p / B) >=
-floor(N / B). The accountant relies on this ([Note: Ways to sample] in accounting/courses.py), not on a secret order.
-The order is a keyed permutation, because data sets are often sorted.
+Step t takes the next B positions of an order that repeats after N. A sample comes again after at least floor(N / B)
+steps, because floor((p + N) / B) - floor(p / B) >= floor(N / B). The accountant relies on this ([Note: Ways to sample]
+in accounting/courses.py). The order is a keyed permutation, because data sets are often sorted; it is not a secret.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ class HasBands(Protocol):
 
     @property
     def bands(self) -> int:
-        """Number of groups of cyclic sampling."""
+        """Groups of cyclic sampling."""
         ...
 
 
@@ -38,27 +37,27 @@ class Sampled(Protocol):
 
     @property
     def sample_size(self) -> int:
-        """Number of samples of the data set."""
+        """See Mechanism."""
         ...
 
     @property
     def schedule(self) -> BatchSchedule:
-        """Expected batch size of every step."""
+        """See Mechanism."""
         ...
 
     @property
     def max_batch_size(self) -> int | None:
-        """Cap of a logical batch."""
+        """See Mechanism."""
         ...
 
     @property
     def sampling(self) -> SamplingName:
-        """A way to draw batches."""
+        """See Mechanism."""
         ...
 
     @property
     def noise_correlation(self) -> HasBands | None:
-        """Correlation of the noise."""
+        """See Mechanism."""
         ...
 
 
@@ -81,7 +80,7 @@ class FixedOrderSampler:
     """Batches of exactly B samples; see [Note: A cyclic order]."""
 
     sample_size: int
-    """Number of samples N of the data set."""
+    """Samples N of the data set."""
     batch_size: int
     """Samples of a batch, at most N."""
     secret: bytes = field(repr=False)
@@ -116,7 +115,7 @@ def _feistel(numbers: NDArray[np.uint64], half: np.uint64, keys: NDArray[np.uint
 
 
 def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Mix bits; the finaliser of Steele et al. 2014, "Fast splittable pseudorandom number generators"."""
+    """Mix bits by the finaliser of Steele et al. 2014, "Fast splittable pseudorandom number generators"."""
     words = (words ^ words >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ words >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
     return words ^ words >> np.uint64(31)
@@ -127,16 +126,15 @@ class CyclicPoissonSampler:
     """Poisson batches of the group whose turn it is: the samples t, t + b, t + 2 b, ... at step t."""
 
     sample_size: int
-    """Number of samples N of the data set."""
+    """Samples N of the data set."""
     batch_size: int
     """Expected samples B of a batch; b B is at most N."""
     groups: int
-    """Number of groups b."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Return sorted distinct indices [n] of `step`, each with probability b B / N; time and memory O(B)."""
+        """Return the sorted distinct indices [n] of `step`, each with probability b B / N, in O(B)."""
         group = step % self.groups
         source = RandomSource(derive_key(self.secret, "sample", step))
         probability = min(1.0, self.groups * self.batch_size / self.sample_size)

@@ -1,8 +1,8 @@
 """Rows of packed samples: the unit of every token.
 
-[Note: Packed rows] A stream [R, T] holds whole units (documents) one after another. So its memory and time follow the
-tokens, not the longest unit. A unit is a run of tokens within one row; tokens of no unit are padding. Units of a
-micro-batch have the numbers 0, ..., U - 1. U is public, and so are R and T, so shapes do not depend on the draw.
+[Note: Packed rows] A stream [R, T] holds whole units (documents) one after another. A unit is a run of tokens within
+one row; tokens of no unit are padding. Units of a micro-batch have the numbers 0, ..., U - 1. U, R and T are public, so
+shapes do not depend on the draw.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ class PackedTokens:
     """
 
     unit_ids: Tensor
-    """int64 [R, T]: 0, ..., U - 1, or negative for padding. A flat stream [T] becomes [1, T]."""
+    """int64 [R, T]: 0, ..., U - 1, or negative for padding. [T] becomes [1, T]."""
     units: int
     """U."""
     samples: int | None = None
-    """Units that are not padding, the first ones; None: those with tokens."""
+    """The first units, which are not padding; None: those with tokens."""
     everywhere: int | None = None
-    """Units that every rank has in its micro-batch of this number, if known."""
+    """Units that every rank has in this micro-batch, if known."""
     planned_beside: bool | None = None
-    """A row of some rank holds several units, if known."""
+    """True if a row of some rank holds several units, if known."""
     given: tuple[Tensor, ...] = field(default=(), compare=False)
-    """Tensors [R, T] that were handed out with them."""
+    """Tensors [R, T] that came with them."""
 
     def __post_init__(self) -> None:
         ids = self.unit_ids
@@ -59,7 +59,7 @@ class PackedTokens:
                 f"unit_ids has shape {tuple(ids.shape)}, so rows and tokens cannot be told apart in the model. Choose "
                 f"another number of rows."
             )
-        object.__setattr__(self, "unit_ids", ids.detach().clone())  # a loop may fill its tensor again before backward
+        object.__setattr__(self, "unit_ids", ids.detach().clone())  # a loop may refill its tensor
         self._refuse_parts()
 
     def _refuse_parts(self) -> None:
@@ -79,7 +79,7 @@ class PackedTokens:
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Unit, row, first token and end of every run of tokens of a unit, in their order."""
+        """Return unit, row, first token and end of every run of tokens of a unit, in their order."""
         ids = self.unit_ids.detach().to("cpu", torch.int64)
         found = []
         for row, of_row in enumerate(ids):
@@ -94,12 +94,12 @@ class PackedTokens:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int, int]]:
-        """Row, first token and end of every unit."""
+        """Return row, first token and end of every unit."""
         return {unit: (row, start, end) for unit, row, start, end in self.runs}
 
     @cached_property
     def side_by_side(self) -> bool:
-        """True if a row holds several units, of some rank where that is known: only they show what mixes them."""
+        """True if a row holds several units, of any rank if that is known: only they show what mixes them."""
         beside = len({row for _, row, _, _ in self.runs}) < len(self.runs)
         return beside if self.planned_beside is None else self.planned_beside
 
@@ -115,7 +115,7 @@ class PackedTokens:
 
     @cached_property
     def is_padding(self) -> Tensor:
-        """Bool [U], on the CPU: numbers of units that count nothing."""
+        """Return bool [U], on the CPU: units that count nothing."""
         there = torch.zeros(self.units, dtype=torch.bool)
         there[list(self.places)] = True
         if self.samples is not None:
@@ -133,12 +133,11 @@ def packed_unit_ids(
     """Return the unit of every token for `engine.packed` and `losses.packed_cross_entropy`, from one of two sources.
 
     Args:
-        position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. A unit begins where positions
-            start anew. So a document whose positions start anew within it would count as two units.
+        position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. Every start begins a unit.
         cu_seqlens: [U + 1], as for varlen attention: 0, and the end of every unit in a stream [T].
         tokens: T of that stream, if padding follows the last unit.
 
-    Raises BatchLayoutError for positions that do not count up from one number, and for ends that do not grow.
+    Raises BatchLayoutError for positions that do not count up from one number, and for ends that fall.
     """
     if (position_ids is None) == (cu_seqlens is None) or (tokens is not None and cu_seqlens is None):
         raise BatchLayoutError("packed_unit_ids takes position_ids, or cu_seqlens with or without tokens.")

@@ -1,7 +1,7 @@
 """Pack the documents of a micro-batch into rows of one length, whole and one after another.
 
-Rows are filled by the best fit, the longest document first. Packing depends on the draw and on all lengths, but no
-gradient depends on the packing. Attention stays within a unit, and `engine.batches` verifies that.
+Rows are filled by the best fit, the longest document first. No gradient depends on the packing, because attention stays
+within a unit; `engine.batches` verifies that.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
 from dpshard.sampling.plans import MicroBatchPlan
 
 IGNORED = -100
-"""Label of a position that counts nothing, as in F.cross_entropy."""
+"""Label of a position that does not count."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,17 +33,17 @@ class Packing:
 
     An item of the data set is a document: ids [T_i], or a dict of tensors [T_i] with "input_ids". A micro-batch is a
     dict of "input_ids", "labels", "position_ids" and "unit_ids" [rows, tokens], and any other tensor of the items.
-    Positions begin at 0 in every document. The label of a document's first token is -100, so labels may be shifted
-    as in Hugging Face's models. Padding has the unit -1.
+    Positions begin at 0 in every document. The label of its first token is -100, so labels may be shifted as in Hugging
+    Face's models. Padding has the unit -1.
     """
 
     rows: int
     """Rows R of a micro-batch; 1 for a flat stream."""
     tokens: int
-    """Tokens T of a row. A longer document is cut: only its first T tokens are trained on."""
+    """Tokens T of a row. A longer document is cut to its first T tokens."""
     pad_token_id: int = 0
     lengths: Sequence[int] | NDArray[np.int64] | None = None
-    """Lengths of all documents, if known; otherwise each rank reads all documents of a step twice."""
+    """Lengths of all documents; if None, each rank reads all documents of a step twice."""
 
     def __post_init__(self) -> None:
         if not is_count(self.rows) or not is_count(self.tokens):
@@ -57,7 +57,7 @@ class Packing:
             )
 
     def length(self, dataset: Any, index: int) -> int:
-        """Return the tokens of a document that count, at most T; DataError for an empty one."""
+        """Return the tokens of a document that count, at most T; raise DataError for an empty one."""
         if self.lengths is not None:
             n = int(self.lengths[index])
         else:
@@ -95,7 +95,7 @@ def plan_packed(
 ) -> list[MicroBatchPlan]:
     """Return the micro-batches of `rank`, of at most `micro_batch_size` units, as many on all ranks.
 
-    Every rank packs the units of all ranks, so they need not agree. See plan_micro_batches.
+    Every rank packs the units of all ranks, so they need not communicate. See plan_micro_batches.
     """
     drawn = np.asarray(indices, dtype=np.int64)
     lengths = {int(i): packing.length(dataset, int(i)) for i in drawn}
@@ -108,13 +108,13 @@ def plan_packed(
         mine = packed[rank][position] if position < len(packed[rank]) else ([], [], [])
         units, rows, starts = (list(x) for x in mine)
         samples = len(units)
-        if not units:  # one unit that counts nothing, because a model needs tokens
+        if not units:  # a model needs tokens
             units, rows, starts = [filler], [0], [0]
             lengths.setdefault(filler, packing.length(dataset, filler))
         sizes = tuple(lengths[unit] for unit in units)
         indices_B = [*units, *[units[-1]] * (micro_batch_size - len(units))]
         is_padding_B = torch.arange(micro_batch_size, device="cpu") >= samples
-        beside = any(any(p[position][2]) for p in packed if position < len(p))  # a unit that begins after another
+        beside = any(any(p[position][2]) for p in packed if position < len(p))
         placement = Placement(replace(packing, lengths=None), tuple(rows), tuple(starts), sizes, beside)
         plans.append(MicroBatchPlan(step, position, count, indices_B, is_padding_B, everywhere, placement=placement))
     return plans
@@ -171,7 +171,7 @@ def require_packing(packing: Any, micro_batch_size: int | None, sample_size: int
 
 
 class PlacedDocuments(Dataset):
-    """The documents of a data set, read one by one, each with the placement of its micro-batch."""
+    """The documents of a data set, each with the placement of its micro-batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -209,7 +209,7 @@ def collate_packed(placed: list[tuple[dict[str, Tensor], Placement]]) -> dict[st
     names = dict(documents[0])
     out = {name: torch.full((R, T, *x.shape[1:]), _filling(packing, name), dtype=x.dtype) for name, x in names.items()}
     out["labels"] = torch.full((R, T), IGNORED)
-    longest = max(placement.length)  # padding has no larger positions, for which a model may have no embedding
+    longest = max(placement.length)  # a model may have no embedding for larger positions of padding
     out["position_ids"] = torch.zeros((R, T), dtype=torch.long)
     used = [0] * R
     out["unit_ids"] = torch.full((R, T), NO_UNIT)
@@ -240,7 +240,7 @@ def _filling(packing: Packing, name: str) -> int:
 
 
 def packed_tokens(data: Any, plan: MicroBatchPlan) -> PackedTokens:
-    """Return the units of the tokens of a packed micro-batch, as they were planned."""
+    """Return the units of the tokens of a packed micro-batch, as planned."""
     p = plan.placement
     unit_ids = torch.full((p.packing.rows, p.packing.tokens), NO_UNIT, device="cpu")
     for unit, (row, start, n) in enumerate(zip(p.row, p.start, p.length, strict=True)):

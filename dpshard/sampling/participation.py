@@ -1,18 +1,11 @@
 """The last step of every sample, by fingerprints, for batches that the engine does not draw.
 
-[Note: Participation] Accounting of a fixed order assumes that a sample is in at most one of any `separation`
-consecutive steps ([Note: Ways to sample] in accounting/courses.py). A stream, or a loop of the user's own, hands out
-samples without an index. So its content identifies a sample: a hash of 64 bits. (For 10^7 different samples, two agree
-by chance with probability 3e-6; then a run is refused.) Before a release, every fingerprint of its logical batch, over
-all ranks, must be unique in it. It must have come `separation` or more steps ago, or never. Together with the number of
-different fingerprints, at most N, this also finds
-
-- another order in a later epoch, as soon as a sample comes too early;
-- a rank that reads the samples of another rank, or a sampler that repeats samples to fill the last batch;
-- a loader that begins anew when a run resumes in the middle of an epoch;
-- more samples than `sample_size`, and samples that are changed at random in every epoch.
-
-In the first epoch, a repeated sample that was changed at random is not seen. What a batch has is on the script's word.
+[Note: Participation] In a fixed order a sample is in at most one of any `separation` consecutive steps ([Note: Ways to
+sample] in accounting/courses.py). A stream, or a loop of the user's own, has no index. So a hash of 64 bits of its
+content identifies a sample. By chance, two of 10^7 agree with probability 3e-6; then a run is refused. Before a
+release, every fingerprint of its logical batch, over all ranks, must be unique. It must have come `separation` or more
+steps ago, or never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not
+seen.
 """
 
 from __future__ import annotations
@@ -36,7 +29,7 @@ _REMEDY = (
 
 
 class Participation:
-    """The last step of every sample of a run; a released step adds its samples."""
+    """The last step of every sample of a run."""
 
     def __init__(self, sample_size: int, separation: int) -> None:
         self._sample_size, self._separation = sample_size, separation
@@ -51,7 +44,7 @@ class Participation:
     def begin(self, step: int, batch: Fingerprints) -> None:
         """Check the fingerprints of the logical batch of `step`, over all ranks; `end` adds them.
 
-        Raises DataError for a sample that comes twice, or too early; see [Note: Participation].
+        Raises DataError for a sample that comes twice, or too early.
         """
         self.drop()
         samples = batch.tolist()
@@ -95,7 +88,7 @@ class Participation:
         return {"samples": _text(samples), "steps": _text(steps)}
 
     def load_state_dict(self, state: Mapping[str, str] | None) -> None:
-        """Go to the place of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged."""
+        """Load a `state_dict()`. Raises CheckpointError, without any change, if it is damaged."""
         try:
             samples, steps = (
                 ([], []) if state is None else (_array(state["samples"], "<i8"), _array(state["steps"], "<u4"))

@@ -1,11 +1,10 @@
 """Draw logical batches, and divide them into micro-batches of one size on every rank.
 
 [Note: From a step to micro-batches]
-A step draws sample i, independently of all others, with probability q = (expected batch size) / N: Poisson sampling. A
-cap then keeps a uniform subset. The accountant relies on exactly this. (orders.py has other ways to sample.) Every rank
-makes the same keyed draw and takes its slice. All ranks agree on K micro-batches of B rows, so no rank waits for
-another in a collective. A mask marks the padding rows, which contribute exactly 0. An empty logical batch is a release
-like any other, because its noise counts; hence K is at least 1.
+A step draws each sample independently with probability q = (expected batch size) / N: Poisson sampling. A cap then
+keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice.
+All ranks have K micro-batches of B rows, so none waits in a collective. Padding rows contribute exactly 0. An empty
+logical batch is a release like any other, so K is at least 1.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ class PoissonSampler:
     """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
-    """Number of samples N of the data set."""
+    """Samples N of the data set."""
     schedule: BatchSchedule
-    """Expected batch size of every step; divided by N, the sampling probability."""
+    """Expected batch size of every step."""
     secret: bytes = field(repr=False)
     """Run secret, 32 bytes."""
     max_batch_size: int | None = None
@@ -54,27 +53,27 @@ class PoissonSampler:
         return self.schedule[step] / self.sample_size
 
     def draw(self, step: int) -> NDArray[np.int64]:
-        """Return sorted distinct indices [n] of the logical batch of `step`; time and memory O(q N), never O(N).
+        """Return the sorted distinct indices [n] of the logical batch of `step`, in O(q N).
 
-        If more than `max_batch_size` samples are drawn, keep a uniformly random subset of that size.
+        Above `max_batch_size`, keep a uniformly random subset of that size.
         """
         source = RandomSource(derive_key(self.secret, "sample", step))
         indices = bernoulli_indices(self.sample_size, self.probability(step), source.uniform)
         cap = self.max_batch_size
         if cap is None or len(indices) <= cap:
             return indices
-        # The samples with the `cap` smallest of independent uniforms are a uniform subset.
+        # The `cap` smallest of independent uniforms are a uniform subset.
         kept = np.argpartition(source.uniform(len(indices)), cap - 1)[:cap]
         return indices[np.sort(kept)]
 
 
 def default_cap(batch_size: int) -> int:
-    """Return the cap ceil(B + 6 sqrt(B)): at least six standard deviations above the mean, so epsilon grows little."""
+    """Return the cap ceil(B + 6 sqrt(B)), at least six standard deviations above the mean."""
     return math.ceil(batch_size + 6 * math.sqrt(batch_size))
 
 
 def parse_cap(max_batch_size: int | Literal["auto"] | None, schedule: BatchSchedule) -> int | None:
-    """Return the cap of logical batches; warn if most reach it: accounting stays right, but updates shrink."""
+    """Return the cap of logical batches; warn if most reach it."""
     expected = max(schedule.sizes)
     cap = default_cap(expected) if max_batch_size == "auto" else max_batch_size
     if type(cap) is int and 0 < cap < expected:
@@ -97,7 +96,7 @@ def bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.floa
     runs, last = [], -1
     while last < n:
         jumps = np.floor(np.log(uniform(int(expected + 6 * math.sqrt(expected)) + 16)) / math.log1p(-q))
-        # Any jump past the end has the same effect; n fits into an integer.
+        # Any jump past the end has the same effect as n, which fits into an integer.
         runs.append(last + np.cumsum(np.minimum(jumps, n).astype(np.int64) + 1))
         last = int(runs[-1][-1])
     indices = np.concatenate(runs)
@@ -117,19 +116,19 @@ class MicroBatchPlan:
     indices: list[int]
     """Indices of the B samples; padding repeats a sample of the batch."""
     is_padding: Tensor
-    """Bool [B]: samples that must contribute exactly 0, at the end."""
+    """Bool [B]: samples at the end that must contribute exactly 0."""
     min_samples_per_rank: int
-    """Least number of samples on any rank; equal on all ranks."""
+    """Least number of samples on any rank."""
     rows_key: bytes = field(default=b"", repr=False)
     """Key that draws the rows of a unit."""
     rows_per_unit: int = 1
-    """Consecutive rows per sample; the micro-batch has B times as many. See [Note: Units] in interception/run.py."""
+    """Consecutive rows per sample; see [Note: Units] in interception/run.py."""
     placement: Any = None
     """Where units lie in packed rows (packing.Placement), or None."""
 
     @cached_property
     def samples(self) -> int:
-        """Number of samples that are not padding."""
+        """Return the number of samples that are not padding."""
         return int((~self.is_padding).sum())
 
     def chunk(self, index: int, count: int) -> MicroBatchPlan:
@@ -142,7 +141,7 @@ class MicroBatchPlan:
 
     @property
     def rows_are_padding(self) -> Tensor:
-        """Bool [B * rows_per_unit]: rows that are padding."""
+        """Return bool [B * rows_per_unit]: rows that are padding."""
         return self.is_padding_on(torch.device("cpu"), self.rows_per_unit)
 
     def is_padding_on(self, device: torch.device, rows_each: int = 1) -> Tensor:
@@ -165,9 +164,9 @@ def plan_micro_batches(
 ) -> list[MicroBatchPlan]:
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
-    K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in exactly one row of one rank,
-    and ranks differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row. Raises
-    ConfigurationError for impossible sizes.
+    K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in one row of one rank; ranks
+    differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row. Raises ConfigurationError
+    for impossible sizes.
     """
     require_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:
@@ -175,7 +174,7 @@ def plan_micro_batches(
     drawn = np.asarray(indices, dtype=np.int64)
     count = max(1, math.ceil(len(drawn) / (micro_batch_size * world_size)))
     own = drawn[rank::world_size]
-    # Prefer the rank's own last sample, which was just read.
+    # The rank's own last sample was just read.
     filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
     rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
     rows_KB.reshape(-1)[: len(own)] = own
@@ -212,7 +211,7 @@ def plan_steps(
 ) -> Iterator[MicroBatchPlan]:
     """Yield the micro-batches of `rank` in `steps`; with `micro_batch_size` None, one per logical batch.
 
-    `pack` plans the micro-batches of packed rows, in place of `plan_micro_batches`.
+    `pack` plans packed rows, in place of `plan_micro_batches`.
     """
     for step in steps:
         drawn = sampler.draw(step)

@@ -1,10 +1,9 @@
 """Read logical batches from a stream in its own order, which every epoch repeats.
 
-[Note: A stream in a fixed order] Step t takes the next B samples of a stream that begins anew after N. So a sample has
-floor(N / B) steps or more between its participations ([Note: A cyclic order] in orders.py). This needs the same N
-samples in the same order in every epoch. Its length is checked when it ends, the order at every step ([Note:
-Participation] in participation.py). Every rank reads the whole stream, and takes its slice of each logical batch. A run
-that resumes reads from the beginning of the epoch up to its place.
+[Note: A stream in a fixed order] Step t takes the next B samples of a stream that begins anew after N ([Note: A cyclic
+order] in orders.py). Its length is checked when it ends, its order at every step ([Note: Participation] in
+participation.py). Every rank reads the whole stream, and takes its slice of each logical batch. A resumed run reads
+from the beginning of the epoch up to its place.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ def require_stream(stream: Any, num_workers: int) -> None:
 
 
 class Stream:
-    """The logical batches of a stream, from any step on; see [Note: A stream in a fixed order]."""
+    """The logical batches of a stream, from any step on."""
 
     def __init__(
         self,
@@ -74,7 +73,6 @@ class Stream:
             read = skipped
             for sample in islice(epoch, self._sample_size - place):
                 read += 1
-                # The last sample of an epoch is good only if it is the last one.
                 if read == self._sample_size and next(epoch, _END) is not _END:
                     raise DataError(self._wrong_length("more samples than"))
                 yield sample
@@ -111,7 +109,7 @@ def _fingerprint(sample: Any) -> int:
 
 
 def _parts(x: Any) -> Iterator[bytes]:
-    """Yield bytes that determine the content of `x`, not where it lies in memory."""
+    """Yield bytes that determine the content of `x`."""
     if isinstance(x, Tensor):
         x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
         yield f"tensor {x.dtype} {tuple(x.shape)}".encode()

@@ -23,11 +23,9 @@ _META, _TOKENS, _STARTS, _DOCUMENTS = "store.json", "tokens.bin", "starts.bin", 
 class TokenStore(Dataset[Tensor]):
     """A folder of tokens as a data set: item i is sequence i, int64 [length], filled with the padding id.
 
-    No sequence has tokens of two documents: a document is cut into sequences of its own. So a sequence is a unit of one
-    document; `UnitDataset(store, store.documents, rows_per_unit=K)` makes units of whole documents. Files are mapped
-    into memory, and each process of a loader opens its own.
-
-    Raises DataError if the folder holds no whole store.
+    No sequence has tokens of two documents. So a sequence is a unit of one document; `UnitDataset(store,
+    store.documents, rows_per_unit=K)` makes units of whole documents. Raises DataError if the folder holds no whole
+    store.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -55,8 +53,8 @@ class TokenStore(Dataset[Tensor]):
     ) -> TokenStore:
         """Write documents, each a sequence of token ids, cut into sequences of at most `length`; return the store.
 
-        Tokens take 2 bytes up to a vocabulary of 65,536, else 4. Documents are read once. Raises ConfigurationError for
-        bad sizes. Raises DataError for an id that is not in the vocabulary, and for a folder that holds a store.
+        Tokens take 2 bytes up to a vocabulary of 65,536, else 4. Raises ConfigurationError for bad sizes. Raises
+        DataError for an id that is not in the vocabulary, and for a folder that holds a store.
         """
         if not (is_count(length) and is_count(vocabulary)) or not 0 <= pad < vocabulary:
             raise ConfigurationError(
@@ -92,7 +90,7 @@ class TokenStore(Dataset[Tensor]):
     def _maps(self) -> tuple[NDArray[Any], NDArray[Any]]:
         if not self._sequences:
             return np.empty(0, self._dtype), np.zeros(1, np.int64)
-        # Plain arrays: every slice of a np.memmap is another one, which takes longer than reading it.
+        # Plain arrays: a slice of a np.memmap is another one, which takes longer than reading it.
         return tuple(
             np.memmap(self.folder / name, dtype, "r").view(np.ndarray)
             for name, dtype in ((_TOKENS, self._dtype), (_STARTS, np.int64))
@@ -100,7 +98,7 @@ class TokenStore(Dataset[Tensor]):
 
     @cached_property
     def documents(self) -> NDArray[Any]:
-        """The document of every sequence, int64 [sequences], mapped into memory."""
+        """Return the document of every sequence, int64 [sequences], mapped into memory."""
         return np.memmap(self.folder / _DOCUMENTS, np.int64, "r") if self._sequences else np.empty(0, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -108,7 +106,6 @@ class TokenStore(Dataset[Tensor]):
         return {name: x for name, x in self.__dict__.items() if name not in ("_maps", "documents")}
 
     def __len__(self) -> int:
-        """Return the number of sequences."""
         return self._sequences
 
     def __getitem__(self, i: int) -> Tensor:
@@ -116,11 +113,10 @@ class TokenStore(Dataset[Tensor]):
         return self.rows([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
-        """Return sequences as a loader asks for them."""
         return list(self.rows(indices))
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """Return sequences, int64 [n, length]: several times as fast as one by one. IndexError beyond the last."""
+        """Return sequences, int64 [n, length], several times as fast as one by one. IndexError beyond the last."""
         places = np.asarray(indices, dtype=np.int64)
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self._sequences:
             raise IndexError(f"{int(places.min())} to {int(places.max())} of {self._sequences} sequences")

@@ -2,10 +2,9 @@
 
 [Note: Units of unequal size]
 A micro-batch has K rows of every unit, so shapes do not depend on the draw. A unit with n < K rows is filled with
-copies of its last row. Its real rows have weight K / n, copies 0, rows of all other units 1. So the mean of weight
-times loss over K rows is the mean over the real rows. The weights serve the model only: without them copies count, but
-each unit is still clipped as one. From a unit with more than K rows, the run's key draws K in every step. The rows of a
-unit may depend on that unit in any way, so this draw does not change epsilon.
+copies of its last row. Its real rows have weight K / n, copies 0, rows of other units 1. So the mean of weight times
+loss is the mean over the real rows. From a unit with more than K rows, the run's key draws K in every step. Neither
+changes epsilon, because each unit is clipped as one.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ WEIGHT = "row_weight"
 
 @dataclass(frozen=True)
 class UnitRows:
-    """The K rows of one unit with their weights. No sequence: torch's collate function would transpose it."""
+    """The K rows of a unit with their weights. No sequence: torch's collate function would transpose it."""
 
     rows: list[Any]
 
@@ -56,11 +55,11 @@ class UnitDataset(KeyedUnits):
     """A data set of units (users, patients, documents): item i is unit i, of `rows_per_unit` rows.
 
     A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", any other row x becomes (x, weight). Multiply
-    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes time and memory O(N).
+    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes O(N).
 
     Args:
         dataset: A map-style data set of rows.
-        unit_ids: The unit of every row: numbers or strings, as many as rows.
+        unit_ids: The unit of every row: numbers or strings.
         rows_per_unit: Rows K of a unit in a step; equal to the engine's.
 
     Raises:
@@ -133,11 +132,10 @@ def _weighted(row: Any, weight: float) -> Any:
 def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -> KeyedUnits:
     """Return a data set of units: unit i is `transform(dataset[i])`, `rows_per_unit` times.
 
-    This is the augmentation multiplicity of De et al. 2022, arXiv:2204.13650. The engine clips the mean gradient of a
-    sample's augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes, by the global
-    generators of torch, NumPy and Python. The run's key seeds these for every row, so a step can be replayed. The
-    guarantee holds if `transform` reads nothing but its item: no mixup with others. Raises ConfigurationError if
-    rows_per_unit is not a positive int.
+    This is augmentation multiplicity (De et al. 2022, arXiv:2204.13650). The engine clips the mean gradient of a
+    sample's augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes. The run's key
+    seeds the global generators of torch, NumPy and Python. The guarantee holds if `transform` reads nothing but its
+    item: no mixup with others. Raises ConfigurationError if rows_per_unit is not a positive int.
     """
     require_rows_per_unit(rows_per_unit)
     return _Augmented(dataset, transform, rows_per_unit)
@@ -154,7 +152,7 @@ class _Augmented(KeyedUnits):
         item, rows = self._dataset[index], []
         for row in range(self.rows_per_unit):
             with _seeded(derive_key(key, "augmentation", index, row)):
-                rows.append(self._transform(copy.deepcopy(item)))  # it may write into its item
+                rows.append(self._transform(copy.deepcopy(item)))
         return UnitRows(rows)
 
 
@@ -175,13 +173,12 @@ def _seeded(key: bytes) -> Iterator[None]:
 
 
 class DrawnUnits(Dataset):
-    """A data set of units indexed by (unit, key of the step)."""
+    """Units indexed by (unit, key of the step)."""
 
     def __init__(self, dataset: KeyedUnits) -> None:
         self._dataset = dataset
 
     def __getitem__(self, drawn: tuple[int, bytes]) -> UnitRows:
-        """Return the unit's rows of this step."""
         return self._dataset.draw(*drawn)
 
 
@@ -251,6 +248,5 @@ class UnitTensors(Dataset):
                 raise not_units(_described(x[0]), rows_per_unit)
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        """Return the rows of these units."""
         units = torch.tensor(indices)
         return [x[units.to(x.device)].flatten(0, 1) for x in self.tensors]
