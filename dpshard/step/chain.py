@@ -1,14 +1,12 @@
 """The keys of past noise, for runs in which the noise of a step depends on all sums before it.
 
-[Note: A chain of sums] Correlated noise of step t has vectors z_t, z_{t-1}, ..., drawn again from the keys of their
-steps. Suppose the key of z_t depended only on step t and its sums. Take two branches of a run (after a rewind) with
-other sums at step s and equal ones at t > s. They would share z_t. Then the difference of their rows t of C S + Z has
-no noise, but the sums of step s. (Two empty batches suffice.) So the key of a step, its *link*, is derived from its
-sums and the link before. Links are equal for equal sums on the whole path, and otherwise independent.
+[Note: A chain of sums] Correlated noise of step t draws z_t, z_{t-1}, ... again from their steps' keys. Suppose z_t's
+key depended only on step t and its sums. Two branches of a run, with other sums at step s and equal ones at t > s,
+would share z_t. Then the difference of their rows t of C S + Z has no noise, but the sums of step s. So a step's key,
+its *link*, is derived from its sums and the link before.
 
-A release repeats an earlier one, and costs nothing, only if all sums on the path to it are equal. Its identity is 16
-bytes. 6 name the release before it, and 10 are its own; the first 6 of these name it. So a journal, which holds only
-identities, shows where a run branched (accounting/history.py).
+A release repeats an earlier one, at no cost, only if all sums on the path to it are equal. Its identity has 16 bytes: 6
+name the release before it, and of its own 10 the first 6 name it (accounting/history.py).
 """
 
 from __future__ import annotations
@@ -21,14 +19,14 @@ from dpshard.randomness import SECRET_BYTES, derive_key
 
 
 class Chain:
-    """The links of the last steps of one path; see [Note: A chain of sums]."""
+    """The links of the last steps of one path."""
 
     def __init__(self, memory: int) -> None:
         self._memory = max(1, memory)
         self._links: list[bytes] = []  # the newest last
 
     def next(self, secret: bytes, sums: tuple[str | int, ...]) -> tuple[bytes, bytes]:
-        """Return link and identity of a step with these `sums` after the last one."""
+        """Return link and identity of a step with these `sums`."""
         before = self._before(secret)
         link = derive_key(secret, "link", before.hex(), *sums)
         return link, _named(secret, before)[:NAME] + _named(secret, link)
@@ -49,7 +47,7 @@ class Chain:
         return [link.hex() for link in self._links]
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Go to the place of a `state_dict()` before `step`; raise CheckpointError if it lacks a link."""
+        """Load a `state_dict()` before `step`; raise CheckpointError if it lacks a link."""
         try:
             links = [bytes.fromhex(link) for link in state]
         except (TypeError, ValueError):

@@ -1,4 +1,4 @@
-"""Collects the clipped sums of one logical batch after another, and decides when each may be released."""
+"""Collects the clipped sums of logical batches, and decides when each may be released."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ from dpshard.step.silence import Silence
 class Collector:
     """The logical batch in progress, from its first forward to its release.
 
-    Raises LogicalBatchError for uses that would count a sample twice, in the release of another step, or not at all.
-    `mean`: losses are means over the rows of the micro-batch. `rows_per_unit`: rows of a sample; its loss is the mean
-    of theirs. `fed` gets the rows of a loop of the user's own.
+    Raises LogicalBatchError for uses that would count a sample twice, in another step, or not at all. `mean`: losses
+    are means over rows. `rows_per_unit`: rows of a sample; its loss is their mean. `fed` gets the rows of a user's own
+    loop.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Collector:
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
-        """The unreleased logical batch of `engine.batches`; None in a user's own loop."""
+        """The unreleased logical batch; None in a user's own loop."""
         self.metrics = BatchMetrics()
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
@@ -65,7 +65,7 @@ class Collector:
         self._mean, self._rows_per_unit, self._fed = mean, rows_per_unit, fed
         self._loop: Feed | None = None  # feed of the running loop over `batches`
         self._own_packed: PackedTokens | None = None
-        self._own: list[Tape] = []  # forwards of a user's own loop since the last release
+        self._own: list[Tape] = []  # of a user's own loop since the last release
         self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
@@ -75,10 +75,10 @@ class Collector:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch; see BatchState."""
+        """See BatchState."""
         return self.clipper.epoch
 
-    # --- forward and backward ---------------------------------------------------------------------------------------
+    # --- forward and backward
 
     @property
     def plan(self) -> MicroBatchPlan | None:
@@ -115,7 +115,7 @@ class Collector:
 
     @contextmanager
     def own_packed(self, packed: PackedTokens, *, verified: bool) -> Iterator[None]:
-        """Take the forwards of a block of a user's own loop for ones on packed rows."""
+        """Take the forwards of a user's own loop for ones on packed rows."""
         if not verified or self._rows_per_unit > 1:
             raise ConfigurationError(refusals.PACKED_UNVERIFIED)
         if self.batch is not None:
@@ -184,7 +184,7 @@ class Collector:
             self._require_clean(sums)
         except LogicalBatchError:
             if self.state is not BatchState.COLLECTING:
-                # Nothing was collected, and the error tells the script to restart.
+                # nothing was collected
                 self._own.clear()
                 if self._fed is not None:
                     self._fed.clear()
@@ -193,7 +193,6 @@ class Collector:
         return self._backend.reduction.reduce(sums.names, self._first_gradients.noting(sums.take))
 
     def _require_clean(self, sums: ClippedSums) -> None:
-        """Raise LogicalBatchError unless gradients are empty, and the caller gets no clipped sums."""
         if sums.handed_out:
             raise LogicalBatchError(
                 "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
@@ -218,14 +217,14 @@ class Collector:
             if padding_B is is_padding_B:
                 copies.observe(group, norm_B)
 
-    # --- one logical batch after another ----------------------------------------------------------------------------
+    # --- one logical batch after another
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
-        """Yield the logical batches in `loaded`; the script must release each. `next_step` numbers the releases."""
+        """Yield the logical batches in `loaded`, which the script must release."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
-        self._begin_anew(feed)  # redraw an abandoned logical batch, so that it does not count twice
+        self._begin_anew(feed)  # redraw an abandoned logical batch, which must not count twice
         try:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
@@ -246,7 +245,7 @@ class Collector:
                 # Otherwise optimizer.step() may follow the loop, and needs the noise of this batch.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate an optimizer's closure; raise LogicalBatchError if its samples already had a backward."""
+        """Evaluate an optimizer's closure; raise LogicalBatchError if its samples had a backward."""
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
@@ -255,9 +254,9 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there is something to release, if only an empty logical batch; False if it is private already.
+        """Return True if there is something to release, perhaps an empty logical batch; False if it is private already.
 
-        Raises LogicalBatchError for a half-finished logical batch, older gradients, or a batch of another step.
+        Raises LogicalBatchError for a half-finished logical batch, older gradients, or another step's batch.
         """
         refusals.refuse_fork(self._process)
         if self.state is BatchState.CLOSED:
@@ -276,15 +275,15 @@ class Collector:
         return True
 
     def complete_sums(self, digest: Callable[[Sequence[SumShard]], Tensor]) -> list[int]:
-        """Sum over ranks, and return the digest of the sums; see Backend.
+        """Sum over ranks, and return the digest of the sums.
 
-        Raises LogicalBatchError on all ranks if a micro-batch of one rank is incomplete.
+        Raises LogicalBatchError on all ranks if a micro-batch of one is incomplete.
         """
         if self._stages is not None and self.batch is not None:
             self.batch.end_micro_batch()
         unfinished = self._unfinished()
         if any(everywhere for _, _, everywhere in unfinished):
-            self._refuse(unfinished)  # now: the other ranks wait in another collective and never reach the next one
+            self._refuse(unfinished)  # now: the other ranks wait in another collective
         (broken, *doubts), sums = self._backend.complete_sums(bool(unfinished), self._own_doubts(), digest)
         if broken:
             self._refuse(unfinished)
@@ -297,7 +296,7 @@ class Collector:
             self._stages.end(micro, self._first_gradients.noting, self.metrics.observe)
 
     def _unfinished(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """Return the micro-batches that are incomplete, with the reason, and whether all ranks had to run them."""
+        """Return the incomplete micro-batches, with reasons, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.unfinished, False) for tape in self._own if tape.unfinished]
         found = []
@@ -315,7 +314,6 @@ class Collector:
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        """Return this rank's other doubts, int64 [kinds of doubt]."""
         for _, copies in self._watched:
             copies.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
@@ -331,14 +329,11 @@ class Collector:
             self.clipper.offload.take_differing()  # of sums that were released or dropped
         if self._stages is not None:
             self._stages.begin()
-        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by their tape's mask
+        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by mask
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:
-        """Drop the sums of a user's own loop if their release fails once it is `counted`. A next one would be later.
-
-        The samples then took part in the counted step. A logical batch of `batches` knows its step.
-        """
+        """Drop the sums of a user's own loop if a counted release fails: its samples took part."""
         try:
             yield
         except BaseException:
@@ -347,7 +342,7 @@ class Collector:
             raise
 
     def end_release(self) -> BatchMetrics:
-        """End the logical batch after its noise was added; return its metrics over all ranks."""
+        """End the logical batch after its noise was added; return its metrics."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
@@ -359,11 +354,11 @@ class Collector:
         return metrics
 
     def warn_of_unreached(self) -> None:
-        """Warn, once, of parameters without a gradient in the first logical batch."""
+        """Warn, once, of parameters without a gradient."""
         self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """Return the metrics of this logical batch over all ranks; call it after its last micro-batch."""
+        """Return the metrics over all ranks, after the last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None and self._backend.counts:
@@ -374,10 +369,10 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError unless attached and between logical batches: no state can be loaded otherwise."""
+        """Raise LogicalBatchError unless attached and between logical batches."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
-        # Also before its first backward: its samples would get the noise of the loaded step.
+        # Also before its first backward: its samples would get the loaded step's noise.
         if self.state is BatchState.COLLECTING or self.batch is not None:
             raise LogicalBatchError(
                 "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
@@ -397,12 +392,12 @@ class Collector:
         self._begin_anew()
 
     def close(self) -> None:
-        """Hand out no more logical batches; drop unreleased sums."""
+        """Hand out no more logical batches; drop all sums."""
         self._begin_anew()
         self.state = BatchState.CLOSED
 
     def _begin_anew(self, loop: Feed | None = None) -> None:
-        """Begin an epoch: drop all sums; earlier draws and records do not count."""
+        """Drop all sums; earlier draws and records do not count."""
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
         self._own.clear()

@@ -14,17 +14,14 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell`; later it costs nothing.
-
-    `names`: those of the parameters on all ranks.
-    """
+    """Notes which of `parameters` get a gradient, until `tell`. `names`: those of all ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
         self._parameters, self._names = parameters, names
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
-        """Return a `take` that notes parameters with a sum. Zeros count: adapters begin with them."""
+        """Return a `take` that notes parameters with a sum, also of zeros: adapters begin with them."""
         reached = self._reached
         if reached is None:
             return take
@@ -38,10 +35,7 @@ class FirstGradients:
         return noted
 
     def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once, of parameters without a gradient on any rank; `stack` gathers the vectors of all ranks.
-
-        Wait for a batch with any gradient at all.
-        """
+        """Warn, once there is any gradient, of parameters without one on all ranks."""
         if self._reached is None:
             return
         own = torch.tensor([name in self._reached for name in self._names], dtype=torch.uint8, device="cpu")

@@ -1,4 +1,4 @@
-"""The engine's interface for the optimizer hook, Checkpointer and audits; not for scripts."""
+"""The engine's interface for the optimizer hook, Checkpointer and audits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Internals:
         self._notes: list[NoteRelease] = []
 
     def owned(self) -> set[Tensor]:
-        """Return the parameters that the engine privatizes, and their stand-ins in optimizers."""
+        """Return the private parameters, and their stand-ins in optimizers."""
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -41,11 +41,11 @@ class Internals:
         self._notes.append(note)
 
     def note(self, step: int, identity: bytes) -> list[Callable[[], object]]:
-        """Note a release; return functions that wait until the notes are on disk."""
+        """Note a release; return functions that wait until it is on disk."""
         return [note(step, identity) for note in self._notes]
 
     def training_state(self, optimizer: Any) -> TrainingState:
-        """Return model and optimizer as a Checkpointer saves and loads them."""
+        """Return model and optimizer as a Checkpointer saves them."""
         require_one_training(self._backend.communicator.world_size)
         return self._backend.sharding.training_state(optimizer)
 
@@ -54,15 +54,14 @@ class Internals:
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a trainable parameter, on every rank.
+        """Return the whole private gradient of a trainable parameter, on every rank, if it has one.
 
-        All ranks must call it between `privatize()` and the optimizer's step, for the same names in the same order.
-        None if the optimizer will find no gradient: the parameter was frozen, for example. Raises LogicalBatchError if
+        All ranks must call it between `privatize()` and the optimizer's step, in one order. Raises LogicalBatchError if
         gradients are not private.
         """
         self._collector.require_private()
         return self._backend.gradients.full_gradient(name)
 
     def full_value(self, name: str) -> Tensor:
-        """Return a whole trainable parameter, on every rank; call it like `full_gradient`, at any time."""
+        """Return a whole trainable parameter; all ranks call it."""
         return self._backend.sharding.full_value(name)

@@ -1,4 +1,4 @@
-"""The logical batch: the micro-batches between two optimizer steps, and its progress."""
+"""The micro-batches between two optimizer steps."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from dpshard.interception import Doubts, PartIdentity, RowIdentity, Together
 from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
-"""Plans of micro-batches with their data."""
 
 
 class Feed:
-    """The one consumer of loaded micro-batches: loops over logical batches peek, logical batches take."""
+    """The one consumer of loaded micro-batches: loops peek, logical batches take."""
 
     def __init__(self, loaded: Loaded) -> None:
         self._loaded = loaded
         self._next: tuple[MicroBatchPlan, Any] | None = None
 
     def peek(self) -> MicroBatchPlan | None:
-        """Return the plan of the next micro-batch without taking it; None at the end of the run."""
+        """Return the plan of the next micro-batch; None at the end of the run."""
         if self._next is None:
             self._next = next(self._loaded, None)
         return None if self._next is None else self._next[0]
@@ -46,15 +45,15 @@ class MicroBatch:
     plan: MicroBatchPlan
     data: Any
     tape: Tape | None = None
-    """Shared by all forwards on it, so a sample has one gradient and one factor."""
+    """Shared by all forwards on it: a sample has one gradient and one factor."""
     rows: RowIdentity | None = None
     """Watches that its rows stay its samples."""
     packed: PackedTokens | None = None
-    """The units of its tokens, if it has packed rows."""
+    """The units of packed rows' tokens."""
     chunks: list[MicroBatch | None] = field(default_factory=list)
-    """Its parts, in a pipeline; None for one without a forward. Each has a tape."""
+    """Its parts in a pipeline, each with a tape; None for one without a forward."""
     together: Together | None = None
-    """The inputs of all parts, in a pipeline; each part has it too."""
+    """The inputs of all parts."""
     index: int = 0
     """Number of a part."""
 
@@ -68,7 +67,7 @@ class MicroBatch:
         return self.rows
 
     def chunk(self, index: int, count: int) -> MicroBatch:
-        """Return part `index` of `count`, as schedules of pipelines split it; see MicroBatchPlan.chunk.
+        """Return part `index` of `count`; see MicroBatchPlan.chunk.
 
         Raises ConfigurationError if it has other parts.
         """
@@ -93,7 +92,7 @@ class MicroBatch:
 
     @property
     def unfinished(self) -> str | None:
-        """Reason why it is incomplete; None if it is whole."""
+        """Reason why it is incomplete, if any."""
         if self.chunks:
             reasons = [_NOT_CALLED if chunk is None else chunk.unfinished for chunk in self.chunks]
             return next((f"part {i + 1} of {len(reasons)}: {why}" for i, why in enumerate(reasons) if why), None)
@@ -103,7 +102,7 @@ class MicroBatch:
 
     @property
     def untrained(self) -> bool:
-        """True if no backward came, so that other ranks may wait in one; a schedule that began has ended on all."""
+        """True if no backward came, so other ranks may wait in one; a schedule has ended on all."""
         return not self.chunks and (self.tape is None or self.tape.forwards.untrained)
 
 
@@ -121,10 +120,7 @@ _NO_MICRO_BATCH = (
 
 
 class LogicalBatch:
-    """The micro-batches of one step; iterate over it once, then call `optimizer.step()`.
-
-    It was released or left once the `epoch` of its collector has changed.
-    """
+    """The micro-batches of one step; iterate over it once, then call `optimizer.step()`."""
 
     def __init__(
         self,
@@ -142,7 +138,7 @@ class LogicalBatch:
         self._position = 0
         self._samples = 0
         self._micro: MicroBatch | None = None
-        self._behind: list[MicroBatch] = []  # micro-batches that were unfinished when the next one began
+        self._behind: list[MicroBatch] = []  # unfinished when the next one began
 
     @property
     def step(self) -> int:
@@ -156,7 +152,7 @@ class LogicalBatch:
 
     @property
     def samples(self) -> int:
-        """Samples handed out so far, on this rank. No loss may use it: it depends on the draw."""
+        """This rank's samples handed out so far. No loss may use it: it depends on the draw."""
         return self._samples
 
     @property
@@ -178,14 +174,14 @@ class LogicalBatch:
     def is_padding(self) -> Tensor:
         """Bool [B], on the CPU: padding rows of the current micro-batch, which contribute nothing.
 
-        For figures that you log. No loss may use their number, which shows how many samples were drawn.
+        No loss may use their number, which depends on the draw.
         """
         if self._micro is None:
             raise LogicalBatchError("is_padding belongs to a micro-batch: read it within the loop over them.")
         return self._micro.plan.rows_are_padding
 
     def __len__(self) -> NoReturn:
-        """Refuse: the number of micro-batches depends on the draw. See UnknownLengthError."""
+        """Refuse: the number depends on the draw."""
         raise UnknownLengthError(
             "A logical batch has no len(): the number of its micro-batches depends on which samples were drawn. A loss "
             "divided by it would make every gradient depend on all samples, before clipping. Do not divide: the "
@@ -203,7 +199,7 @@ class LogicalBatch:
         raise LogicalBatchError(_NO_MICRO_BATCH)
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the data of each micro-batch, as the data set and collate_fn give it."""
+        """Yield the data of each micro-batch."""
         if self._position:
             raise LogicalBatchError(
                 "A logical batch can be iterated only once: its samples would count twice. To restart it after an "
@@ -224,11 +220,11 @@ class LogicalBatch:
             self.end_micro_batch()
 
     def progress(self) -> str:
-        """Return how many micro-batches were handed out, for errors only: no loss may use it."""
+        """Return how many micro-batches were handed out, for errors."""
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:
-        """End the current micro-batch. Its backward may follow later, on a sum of losses."""
+        """End the current micro-batch. Its backward may follow later."""
         micro, self._micro = self._micro, None
         if micro is None:
             return
@@ -237,6 +233,6 @@ class LogicalBatch:
             self._behind.append(micro)
 
     def unfinished(self) -> list[tuple[MicroBatch, str]]:
-        """Return the incomplete micro-batches so far, each with the reason."""
+        """Return the incomplete micro-batches so far, with reasons."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, why) for micro in [*self._behind, *current] if (why := micro.unfinished)]

@@ -1,4 +1,4 @@
-"""The noise of every release of a run, by the keys of its sums."""
+"""The noise of every release of a run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class StepNoise(NamedTuple):
     """The noise of one release."""
 
     identity: bytes
-    """Identity of the release, 16 bytes."""
+    """Of the release, 16 bytes."""
     noise: KeyedGaussian
     link: bytes
-    """Link of the step in the chain of the run; b"" without one."""
+    """Link of the step in the run's chain; b"" without one."""
     scale: float
     """Standard deviation of the noise over that of the independent z."""
 
 
 class NoiseOfRun:
-    """Noise as a function of run secret, step and sums. Where steps compose to one release, of all sums on the path."""
+    """Noise as a function of run secret, step and sums; of the path's sums if steps compose to one release."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
@@ -43,7 +43,7 @@ class NoiseOfRun:
             self._buffers = NoiseBuffers(mechanism.correlation.strategy(steps)[: correlation.bands].tolist())
 
     def digest(self, secret: bytes) -> SumDigest:
-        """Return the digest of sums under `secret`; it keeps weights, which are the same at all steps."""
+        """Return the digest of sums under `secret`."""
         if self._digest is None or self._digest[0] != secret:
             self._digest = secret, SumDigest(secret)
         return self._digest[1]
@@ -66,16 +66,16 @@ class NoiseOfRun:
         return StepNoise(identity, CorrelatedGaussian(link, secure, terms), link, math.hypot(*weights))
 
     def take(self, noise: StepNoise) -> None:
-        """Go to the next step, after the release of this `noise` was counted."""
+        """Go to the next step, after this `noise` was counted."""
         if self._chain is not None:
             self._chain.append(noise.link)
 
     def state_dict(self) -> list[str] | None:
-        """Return the keys of past noise for a checkpoint; None if no step needs them."""
+        """Return the keys of past noise, if any step needs them."""
         return None if self._chain is None else self._chain.state_dict()
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Go to the place of a `state_dict()` before `step`; raise CheckpointError, without any change, if damaged."""
+        """Load a `state_dict()` before `step`; raise CheckpointError, without any change, if damaged."""
         if self._chain is not None:
             self._chain.load_state_dict(state, step)
         elif state is not None:

@@ -1,8 +1,4 @@
-"""Privatizes gradients before any optimizer steps.
-
-One hook serves the whole process (torch.optim.optimizer.register_optimizer_step_pre_hook), with the wrappers of
-accelerate, Lightning and LR schedulers.
-"""
+"""Privatizes gradients before any optimizer steps, with one hook for the whole process."""
 
 from __future__ import annotations
 
@@ -61,7 +57,7 @@ def unregister(engine: _Engine) -> None:
 
 
 def require_model(model: Any) -> None:
-    """Raise ConfigurationError unless `model` is a module, and EngineInUseError if an engine has a parameter of it."""
+    """Raise ConfigurationError unless `model` is a module, EngineInUseError if an engine has a parameter of it."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"model is of type {type(model).__name__}, not a torch.nn.Module. Pass the module to train. "
@@ -115,7 +111,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Once:
-    """Replaces an evaluated closure: its gradients are private now, and must not be recomputed."""
+    """Replaces a closure: its gradients are private, and must not be recomputed."""
 
     def __init__(self, value: Any, held: set[Tensor]) -> None:
         self.value = value
@@ -142,7 +138,6 @@ _TWO_STEPS = "Or call optimizer.step() without a closure after each backward(): 
 
 
 def _version(p: Tensor) -> tuple[int, int, int]:
-    """Return a key that changes if a parameter moves, or its gradient is replaced or rewritten."""
     return (p._version, id(p.grad), -1 if p.grad is None else p.grad._version)
 
 
@@ -172,7 +167,7 @@ def _refuse_late_parameters(held: set[Tensor]) -> None:
 
 
 def _refuse_scaler() -> None:
-    # GradScaler leaves no trace on most optimizers, so look for it among the callers.
+    # GradScaler leaves no trace on most optimizers.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():

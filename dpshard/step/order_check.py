@@ -1,8 +1,7 @@
-"""Check the samples of a run's batches: drawn by the engine, from streams, or from the user's loops.
+"""Check the samples of a run's batches.
 
-In a fixed order, content identifies samples of a stream or of the user's own loop ([Note: Participation] in
-sampling/participation.py). The index identifies all others. A run has one kind of source, because another one could
-repeat samples too early.
+In a fixed order, content identifies samples of a stream or the user's own loop ([Note: Participation] in
+sampling/participation.py), the index all others. A run has one kind of source: another could repeat samples too early.
 """
 
 from __future__ import annotations
@@ -34,20 +33,20 @@ from dpshard.sampling import (
 from dpshard.step.refusals import refuse_own_loop
 
 SOURCES = ("indices", "stream", "loop")
-"""Kinds of sources: `engine.batches` of a map-style data set, of a stream, and a loop of the user's own."""
+"""Map-style data set, stream, and loop of the user's own."""
 
 
 class OrderOfRun:
-    """Draws or reads the samples of a run; in a fixed order, checks which of them take part."""
+    """Draws or reads the samples of a run; in a fixed order, checks which take part."""
 
     def __init__(self, mechanism: Mechanism, ranks: Communicator) -> None:
         self._mechanism, self._ranks = mechanism, ranks
         self._batch_size = mechanism.schedule[0]
         fixed = mechanism.sampling == "fixed-order"
         self._taken = Participation(mechanism.sample_size, mechanism.sample_size // self._batch_size) if fixed else None
-        self._source: str | None = None  # of the releases so far
+        self._source: str | None = None
         self.fed = OwnLoopRows() if fixed else None
-        """Rows of a user's own loop; None if nothing watches them."""
+        """Rows of a user's own loop in a fixed order."""
 
     def load(
         self,
@@ -59,9 +58,9 @@ class OrderOfRun:
         packing: Packing | None,
         **reading: Any,
     ) -> Iterator[tuple[MicroBatchPlan, Any]]:
-        """Return the micro-batches of this rank; `begin`, called late, returns the run secret and the steps.
+        """Return this rank's micro-batches; `begin`, called late, returns run secret and steps.
 
-        `reading` is for DataLoader. Raises DataError, at once, for a data set that cannot be sampled.
+        `reading` is for DataLoader. Raises DataError, at once, for unsuitable data.
         """
         if isinstance(dataset, IterableDataset):
             if packing is not None:
@@ -135,8 +134,8 @@ class OrderOfRun:
     def begin_release(self, step: int, *, own: bool) -> None:
         """Check the samples of the logical batch; `own`: the script fed it.
 
-        Raises LogicalBatchError for a loop whose samples cannot be accounted for. Raises DataError for samples that
-        come twice or too early, and for a batch of another size.
+        Raises LogicalBatchError for a loop that cannot be accounted for, DataError for another batch size, or samples
+        too early.
         """
         if own:
             refuse_own_loop(self._mechanism.sampling)
@@ -163,7 +162,7 @@ class OrderOfRun:
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 
     def end_release(self, step: int, *, own: bool) -> None:
-        """Add the samples of a step that is released."""
+        """Add the samples of a released step."""
         if self._taken is None or self.fed is None:
             return
         self._source = self._source or ("loop" if own else "stream" if self._taken.begun else "indices")
@@ -183,7 +182,7 @@ class OrderOfRun:
         return None if self._taken is None else {"source": self._source, "taken": self._taken.state_dict()}
 
     def require_saved_order(self, state: Any, step: int) -> None:
-        """Raise CheckpointError unless `state` is a `state_dict` of a run before `step`."""
+        """Raise CheckpointError unless `state` was saved before `step`."""
         if self._taken is None:
             return
         source = state.get("source") if isinstance(state, dict) else None
@@ -195,7 +194,7 @@ class OrderOfRun:
         Participation(1, 1).load_state_dict(state.get("taken"))
 
     def load_state_dict(self, state: Any) -> None:
-        """Go to the place of a checked `state_dict()`."""
+        """Load a checked `state_dict()`."""
         if self._taken is not None and self.fed is not None:
             self._source = state["source"]
             self._taken.load_state_dict(state.get("taken"))

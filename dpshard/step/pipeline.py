@@ -1,4 +1,4 @@
-"""A logical batch on one stage of a pipeline: parts of micro-batches in flight, and norms that span stages."""
+"""A logical batch on one stage of a pipeline."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _NO_BATCH = (
     "schedule.eval(...)."
 )
 _UNUSED = -1.0
-"""In place of a squared norm: no gradient arrived in this group on this stage."""
+"""In place of a squared norm: no gradient arrived here."""
 
 Observe = Callable[[ClippingGroup, Tensor, Tensor | None], None]
 
 
 class InStages:
-    """Additional duties of a stage's collector; see [Note: Stages] in backends/stages.py."""
+    """Duties of a stage's collector; see [Note: Stages] in backends/stages.py."""
 
     def __init__(self, backend: Backend, stages: Stages, clipper: Clipper) -> None:
         if clipper.spanning and clipper.execution.backward_passes == 2:
@@ -46,7 +46,7 @@ class InStages:
         self._device = backend.sharding.device
         self._chunk: Chunk | None = None
 
-    # --- forwards ---------------------------------------------------------------------------------------------------
+    # --- forwards
 
     @contextmanager
     def forward(self, module: nn.Module, batch: LogicalBatch | None) -> Iterator[bool]:
@@ -66,7 +66,7 @@ class InStages:
         return self._chunk is not None and self._chunk.data
 
     def part_of(self, micro: MicroBatch | None) -> MicroBatch | None:
-        """Return the part of the micro-batch that the running forward is on; all of it outside."""
+        """Return the part of the micro-batch that the running forward is on."""
         return micro if micro is None or self._chunk is None else micro.chunk(self._chunk.index, self._chunk.count)
 
     def begin(self) -> None:
@@ -75,25 +75,21 @@ class InStages:
         self._reduction.take_fault()  # of sums that were dropped
 
     def note(self, plan: MicroBatchPlan) -> None:
-        """Note the samples of the running forward, which all stages must have had."""
+        """Note the samples of the running forward."""
         assert self._chunk is not None
         part = self._chunk.index, self._chunk.count
         self._stages.note_chunk(plan.step, plan.position, *part, plan.indices, plan.samples)
 
-    # --- groups on several stages -----------------------------------------------------------------------------------
+    # --- groups on several stages
 
     def end(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
-        """Complete the sums of a micro-batch after its backwards; all stages call it. See `_clip_spanning`."""
+        """Complete the sums of a micro-batch after its backwards; all stages call it."""
         self._reduction.begin_late()  # the script may have changed .grad since the last backward
         if self._clipper.spanning:
             self._clip_spanning(micro, noting, observe)
         self._reduction.end_micro_batch()
 
     def _clip_spanning(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
-        """Clip the groups that span stages.
-
-        `observe` gets the norms of a group in each part, on one stage only.
-        """
         spanning = sorted(self._clipper.spanning)
         size = len(micro.plan.indices) // max(1, len(micro.chunks))
         tapes = {k: chunk.tape for k, chunk in enumerate(micro.chunks) if chunk is not None and chunk.tape is not None}

@@ -1,4 +1,4 @@
-"""Error messages for a logical batch that cannot continue: where, why, and how to restart it."""
+"""Error messages for a logical batch that cannot continue."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def refuse_own_loop(sampling: SamplingName) -> None:
 
 
 def superseded(*, detached: bool) -> str:
-    """Say why a loop over logical batches cannot continue after another one began."""
+    """Say why a loop cannot continue after another one began."""
     return (
         DETACHED
         if detached
@@ -104,7 +104,7 @@ def unreleased(batch: LogicalBatch) -> str:
 
 
 def half_finished(batch: LogicalBatch) -> str:
-    """Say why a step within the loop over micro-batches is refused."""
+    """Say why a step within the loop is refused."""
     return (
         f"optimizer.step() was called after {batch.progress()} of this logical batch. Call it once per logical batch, "
         f"after the loop over its micro-batches."
@@ -112,7 +112,7 @@ def half_finished(batch: LogicalBatch) -> str:
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
-    """Say why a logical batch cannot be released again after a failed release."""
+    """Say why a failed release cannot be repeated."""
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
         f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
@@ -120,7 +120,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Say why a logical batch with an incomplete backward cannot be released."""
+    """Say why a logical batch with an incomplete backward is refused."""
     reason = (
         "If the data decide which micro-batches are left out, one sample decides for all samples of its micro-batch. "
         "Do not skip a micro-batch with a loss of NaN or inf: samples without a finite gradient contribute 0. If you "
@@ -146,7 +146,7 @@ def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) ->
 
 
 def refuse_fork(process: int) -> None:
-    """Raise EngineInUseError in a fork of the engine's `process`: both would draw the same batches, but count apart."""
+    """Raise EngineInUseError in a fork of `process`: both would draw the same batches, but count apart."""
     if os.getpid() != process:
         raise EngineInUseError(
             f"This engine was made in process {process}, and process {os.getpid()} is a fork of it. Both would release "

@@ -1,12 +1,10 @@
 """Micro-batches without any gradient, while all samples of other micro-batches have one.
 
-[Note: Silent micro-batches]
-`0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole micro-batch because of one sample.
-All its gradients are then 0, and their norms only the allowance for underflow. Single samples may also have none: a
-hinge, a dead unit, an ignored label. But some of these lie in micro-batches with other samples that have one. So
-suspect a run if it never had a mixed micro-batch, and if chance does not explain that. Let n samples in K micro-batches
-have Z silent ones. By chance, these are m whole micro-batches with probability at most C(K, m) / C(n, Z). Sound samples
-of earlier steps count, but silent ones only of this step. The same samples may be silent together repeatedly.
+[Note: Silent micro-batches] `0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole
+micro-batch because of one sample. Single samples may also have no gradient (a hinge, a dead unit), but some of these
+meet samples that have one. So suspect a run that never had a mixed micro-batch, if chance does not explain that. Of n
+samples in K micro-batches, Z silent ones are m whole micro-batches with probability at most C(K, m) / C(n, Z). Only
+this step's silent samples count: the same ones may be silent together repeatedly.
 """
 
 from __future__ import annotations
@@ -30,7 +28,7 @@ BY_CHANCE = 1e-8
 
 
 class Silence:
-    """Counts samples without a gradient over the logical batches of a run, without synchronising with the device."""
+    """Counts samples without a gradient, without synchronising with the device."""
 
     def __init__(self) -> None:
         # By mask: the padding, and the norms of the groups by threshold.
@@ -42,7 +40,7 @@ class Silence:
         self._norms.clear()
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
-        """Take the norms of a group in one micro-batch, identified by its mask."""
+        """Take the norms of a group in the micro-batch with this mask."""
         if id(is_padding_B) not in self._norms:
             for _, earlier in self._norms.values():
                 shares_B = _shares(earlier)
@@ -52,7 +50,7 @@ class Silence:
         norms.setdefault(group.threshold, []).append(norm_B.detach())
 
     def end(self, doubts: Doubts) -> None:
-        """Note, after all backward passes of the logical batch, whether its silence is not chance."""
+        """Note whether the logical batch's silence is not chance."""
         if not self._norms:
             return
         totals = [_shares(norms).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
@@ -71,7 +69,6 @@ class Silence:
 
 
 def _tally(xp: Any, norm_KB: Any) -> tuple[Any, Any]:
-    """Return this step's counts of sound samples [3], and the samples of silent micro-batches [K]."""
     silent_K = (norm_KB <= NOTHING).sum(1)
     sound_K = ((norm_KB > NOTHING) & (norm_KB < math.inf)).sum(1)  # NaN says nothing
     silent, sound = silent_K > 0, sound_K > 0
