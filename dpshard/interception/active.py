@@ -56,15 +56,14 @@ class Region:
 
 
 class ActiveForward:
-    """Run `forward` through a new mode; dynamo sets no guards on one made in the trace."""
+    """The state of one model's forwards."""
 
     def __init__(self) -> None:
         self.running = False
         self.mode: InterceptionMode | None = None
-        """None for an ordinary forward."""
         self.region: Region | None = None
         self.repeat: Callable[[], AbstractContextManager[Any]] | None = None
-        """The context in which checkpointing repeats parts of the latest forward."""
+        """The context in which checkpointing repeats the latest forward."""
 
     @contextmanager
     def through(self, mode: InterceptionMode) -> Iterator[None]:
@@ -78,7 +77,7 @@ class ActiveForward:
             self.running, self.mode = before
 
     def innermost(self) -> InterceptionMode | None:
-        """Return the mode of the next call; the region's if a region broke into several graphs."""
+        """Return the mode of the next call, also after a graph break."""
         modes = [mode for mode in _get_current_function_mode_stack() if isinstance(mode, InterceptionMode)]
         return modes[-1] if modes else self.mode
 
@@ -101,7 +100,7 @@ class ActiveForward:
             stack = ExitStack()
             if repeat_in is not None:
                 stack.enter_context(repeat_in)
-            # A checkpointed segment takes derived tensors, so the mode keeps their sources.
+            # Checkpointed segments may take derived tensors.
             stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
             return stack
 
@@ -121,7 +120,6 @@ class ActiveForward:
 
 @contextmanager
 def _left(mode: InterceptionMode) -> Iterator[None]:
-    """Keep the user's modes above it."""
     if mode not in _get_current_function_mode_stack():
         yield
         return

@@ -1,4 +1,4 @@
-"""A torch function call that uses trainable parameters, as its rule gets it."""
+"""A call of a torch function, as its rule gets it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class InterceptedCall:
     refusal: Refusal
     rows_per_unit: int = 1
     samples: Tensor | None = None
-    """Sample of every row [N] if rows are routed; the rule takes each row for a sample."""
+    """Sample of every row [N] if rows are routed."""
     exchange: Exchange | None = None
     plans: Plans | None = None
     batch_size: int = field(init=False)
@@ -82,7 +82,7 @@ class InterceptedCall:
         return self.slots.tap(use, output, keep)
 
     def tap_without_rows(self, output: Tensor) -> Tensor:
-        """Give its sources empty records, because the norms of other ranks' rows need this rank."""
+        """Give sources empty records, which the norms of other ranks' rows need."""
         sources = tuple(self.sources[x] for x in self.tensors if x in self.sources)
         count = self._recorded
         return self.slots.tap(
@@ -126,7 +126,7 @@ class InterceptedCall:
 
     @property
     def roots(self) -> list[str]:
-        """Names of the parameters under its sources."""
+        """Names of the parameters used."""
         return [name for x in self.tensors if x in self.sources for name in self.sources[x].roots]
 
     def has_met_no_constants(self) -> bool:

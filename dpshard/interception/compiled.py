@@ -1,6 +1,6 @@
-"""Compiled regions: calls of compiled modules, which take slots as inputs.
+"""Calls of compiled modules, which take slots as inputs.
 
-A rehearsal in eager mode shows which slots a region uses.
+A rehearsal in eager mode shows which slots.
 """
 
 from __future__ import annotations
@@ -36,16 +36,15 @@ class _Known:
     named: list[Source]
     numbered: list[Source]
     among: int
-    """Of the forward."""
 
 
 @dataclass(slots=True)
 class _Rehearsed:
     numbering: Numbering
     layout: Layout
-    """With sources by number."""
+    """With numbered sources."""
     outside: Asked
-    """Uses with sources by name."""
+    """With named sources."""
     places: list[list[int]]
     """See [Note: Rows of uses]."""
     rows: list[Row]

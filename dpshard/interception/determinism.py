@@ -1,4 +1,4 @@
-"""Comparable runs of a model, without dropout and with constant random draws."""
+"""Comparable runs of a model."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ _DROPOUT = {
 class Draws:
     """Constants in place of random draws.
 
-    Only flags may be 0, which would hide noise scaled by other samples. Fixed constants never take some branches, so
-    every verification draws fresh ones.
+    Only flags may be 0, which would hide noise scaled by other samples. Every verification draws fresh constants.
     """
 
     uniform: float = 0.45
@@ -44,7 +43,7 @@ class Draws:
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
-        """Return the draw of the function `name`."""
+        """Return the draw of a function."""
         if name in _UNIFORM:
             return self.uniform
         if name in _NORMAL:
@@ -58,7 +57,7 @@ class Draws:
 
     @classmethod
     def fresh(cls, random: np.random.Generator) -> Draws:
-        """Draw constants from a generator."""
+        """Draw constants."""
         uniform, normal = float(random.uniform(0.01, 0.99)), float(random.normal())
         seed, numpy_seed = (int(x) for x in random.integers(2**32, size=2))
         return cls(uniform, normal if abs(normal) > 0.1 else 0.1, seed, numpy_seed)
@@ -107,7 +106,6 @@ _REPLACED = {
 }
 
 _ORDERS = (torch.argsort, Tensor.argsort)
-"""Turn random draws into a permutation."""
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
@@ -134,7 +132,7 @@ class DeterministicForward(TorchFunctionMode):
     """True if permutations rotate, which reveals mixing of samples."""
 
     def __init__(self, samples: int = 0, draws: Draws = AS_DRAWN) -> None:
-        """Take the number of samples in the run; 0 keeps random subsets of samples."""
+        """Take the number of samples; 0 keeps random subsets of samples."""
         super().__init__()
         self.samples = samples
         self.draws = draws
@@ -149,7 +147,7 @@ class DeterministicForward(TorchFunctionMode):
             self._permutations[order] = True
             return order
         if func is Tensor.__getitem__ and isinstance(args[1], slice) and self._permutes_samples(args[0]):
-            return args[0]  # stochastic depth on a subset of the samples: take all
+            return args[0]  # take all samples instead of a subset (stochastic depth)
         if func in (torch.index_add, Tensor.index_add, Tensor.index_add_) and self._permutes_samples(args[2]):
             kwargs.pop("alpha", None)  # the scale of that subset
         if func in _DRAWN:

@@ -1,10 +1,4 @@
-"""The forward of a model with patched modules.
-
-[Note: Where interception happens]
-The outermost call of a patched module opens a tape and enters a TorchFunctionMode. Activation checkpointing repeats a
-module inside backward, in the mode with slots that lead nowhere. A compiled module is patched outside its compiled
-call.
-"""
+"""The forward of a model with patched modules; see docs/architecture.md."""
 
 from __future__ import annotations
 
@@ -49,7 +43,7 @@ _NOT_COMPILED = (
 class Interception:
     """The recorded forwards of one model.
 
-    `before_forward` gets the kind of the inputs before each; if it verifies (`verified`), probes may leave orders open.
+    `before_forward` gets the kind of the inputs; if it verifies (`verified`), probes may leave orders open.
     """
 
     def __init__(
@@ -74,7 +68,7 @@ class Interception:
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False
-        # A model compiled after its engine runs uncompiled, because slots cannot be made within.
+        # Within a model compiled after its engine, slots cannot be made.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         refuse_shared_outliers(model)
         self._batch_norms = [
@@ -84,7 +78,7 @@ class Interception:
         ]
 
     def install(self) -> None:
-        """Patch every module with parameters."""
+        """Patch the modules."""
         self.patcher.install()
 
     def forget(self) -> None:
@@ -185,7 +179,7 @@ class Interception:
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
         packed = isinstance(run, PackedRun)
         run = run if packed else self.layouts.as_read(run)
-        contents = kind_of_contents(run)  # before a probe can change them
+        contents = kind_of_contents(run)  # a probe may change them
         run = run if packed else self.layouts.probed(run)
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
@@ -203,7 +197,6 @@ class Interception:
                 with self._active.recorded(mode):
                     return call()
             except UnknownCall:
-                # An unprobed course: probe it, and restart.
                 self.layouts.probe(run.beginning_with(mode.suspects(2)), into=layout)
                 self._before_forward(run, object())
                 self._parameters.unshard(run.module)

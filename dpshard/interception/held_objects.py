@@ -24,7 +24,6 @@ FOREIGN = frozenset(
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000
-"""Smallest collection that may be data."""
 
 STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
@@ -52,7 +51,7 @@ def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
 
 
 class Container:
-    """A collection, or an object's attributes; a walk visits its contents separately."""
+    """A collection, or an object's attributes."""
 
     def __init__(self, owner: Any, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
         self.owner, self.read, self.write = owner, read, write
@@ -65,7 +64,7 @@ def refill(x: Any, content: Any) -> None:
 
 
 def is_foreign(name: str | None) -> bool:
-    """Return True for a module of a framework; torch.distributions hold user values, so do not count."""
+    """Return True for a module of a framework; torch.distributions hold user values."""
     return (name or "").partition(".")[0] in FOREIGN and not (name or "").startswith("torch.distributions")
 
 
@@ -143,7 +142,7 @@ def _function(x: FunctionType) -> Container:
 
 
 def is_data(x: Any) -> bool:
-    """Return True for a large collection of plain values or tuples, such as a vocabulary."""
+    """Return True for a large collection of plain values or tuples."""
     if type(x) not in (list, tuple, dict, deque) or len(x) < _LARGE:
         return False
     items = x.values() if isinstance(x, dict) else x
@@ -154,5 +153,5 @@ def is_data(x: Any) -> bool:
 
 
 def access_to(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
-    """Return the functions of STATEFUL for `x`, or None."""
+    """Return the functions of STATEFUL for `x`."""
     return next((access for kind, access in STATEFUL.items() if isinstance(x, kind)), None)

@@ -1,4 +1,4 @@
-"""Forwards outside training, which leave generators and the model's state unchanged."""
+"""Forwards outside training, which leave all state unchanged."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpshard.interception.run import Run
 
 
 class IsolatedForward:
-    """A block of ordinary forwards; restores all state at its end."""
+    """A block of ordinary forwards; restores all state."""
 
     def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
         self._model, self._active, self._writes, self._module = model, active, writes, module
@@ -48,7 +48,7 @@ class IsolatedForward:
             return run.on(samples)
 
     def rewind(self, draws: Draws = AS_DRAWN) -> None:
-        """Restore the state, for another forward; `draws` may seed generators."""
+        """Restore the state; `draws` may seed generators."""
         self.model.restore()
         self.rewind_generators(draws)
 
@@ -75,5 +75,5 @@ Isolate = Callable[[nn.Module], IsolatedForward]
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return a block in which nothing is compiled."""
+    """Return an uncompiled block."""
     return torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""Kinds of inputs and attributes; numbers of similar size are of one kind."""
+"""Kinds of inputs and attributes."""
 
 from __future__ import annotations
 
@@ -91,12 +91,12 @@ def _held(x: Any) -> dict[Any, Any] | None:
 
 
 def kind_of_run(run: Run) -> Any:
-    """Return the kinds of an object's contents."""
+    """Return the kind of a module call: structure, ranks, dtypes, and all non-tensors."""
     inputs = [
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
     ]
-    # Return the kind of a module call: structure, ranks, dtypes, and all non-tensors.
+    # Mixing shows with two samples at least.
     several = run.rows > 1, run.packed is not None and run.packed.side_by_side
     return (run.module, run.tree, tuple(inputs), *several, run.batch_size == 1 < run.rows_per_unit)
 

@@ -1,4 +1,4 @@
-"""The batch dimensions of inputs and calls, found by probes, by the kind of inputs."""
+"""The batch dimensions of inputs and calls, found by probes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
-"""Most starts of one forward; each unprobed course restarts it."""
+"""Starts of one forward; each unprobed course restarts it."""
 _MOST_PLANS = 8
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
@@ -43,7 +43,7 @@ class Layouts:
         self.found: dict[Any, Layout] = {}
         self._plans: dict[Any, Plans] = {}
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # Where probes have corrected those inferred from sizes.
+        # Where probes have corrected sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
         self._verified, self._alone = verified, alone
 
@@ -52,7 +52,7 @@ class Layouts:
         return self.found[kind_of_run(run)]
 
     def plans(self, run: Run, batch_size: int) -> Plans:
-        """Return the plans of calls for such inputs."""
+        """Return the plans for such inputs."""
         key = kind_of_run(run), batch_size
         if key not in self._plans:
             if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
@@ -61,14 +61,14 @@ class Layouts:
         return self._plans[key]
 
     def as_read(self, run: Run) -> Run:
-        """Return `run` with the batch dimensions that earlier probes found."""
+        """Return `run` with probed batch dimensions."""
         dims = self._readings.get(kind_of_run(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
-        """Return `run`, after a probe if its inputs are of a new kind.
+        """Return `run`, after a probe of a new kind of inputs.
 
-        If it fails, an input may have the batch size by chance; then try other batch dimensions.
+        If it fails, an input may have the batch size by chance, so other batch dimensions follow.
         """
         run = self.as_read(run)
         kind = kind_of_run(run)
@@ -136,7 +136,7 @@ class Layouts:
                     exchange=self._parameters.exchange,
                 )
 
-            # A branch that values decide is taken alike without a new sample.
+            # Without a new sample, both runs take the same branches.
             alike = min(2, run.rows)
             if unshards:  # all ranks run as often
                 return found(alike)

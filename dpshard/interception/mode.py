@@ -117,7 +117,7 @@ class InterceptionMode(TorchFunctionMode):
         if func in COMPOSITES:
             with self:
                 return COMPOSITES[func](*args, **kwargs)
-        if func is checkpoint:  # dynamo passes it to modes, and would trace its repetition without them
+        if func is checkpoint:  # dynamo would trace its repetition without modes
             return checkpoint(self._within(args[0]), *args[1:], **kwargs)
         if not compiling and torch._C._are_functorch_transforms_active():
             lifted = lift(func, args, kwargs)
@@ -170,7 +170,7 @@ class InterceptionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
                 raise UnsupportedParameterError(ANOTHER_COURSE) if in_region else UnknownCall
-            return result  # no gradient: a shape, a comparison
+            return result  # no gradient: a shape
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(

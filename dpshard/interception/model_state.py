@@ -1,8 +1,8 @@
-"""Save, restore and compare the state of a model besides its parameters.
+"""The state of a model besides its parameters.
 
 [Note: What a model may remember]
-A walk gives each part of the state a path, through attributes, buffers and objects (held_objects.py), except those of
-frameworks. Globals have no path: verification sees their effect on outputs.
+State has a path through attributes, buffers and objects (held_objects.py), except those of frameworks. Verification
+sees the effect of globals on outputs.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def is_own(name: str) -> bool:
 
 
 def parts_of(module: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the dicts of sub-modules and buffers; copies for torch.jit.script."""
+    """Return dicts of sub-modules and buffers."""
     modules: Any = module._modules
     buffers: Any = module._buffers
     return (modules, buffers) if isinstance(modules, dict) else (dict(modules.items()), dict(buffers.items()))
@@ -61,7 +61,6 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
     **dict.fromkeys((torch.sparse_csr, torch.sparse_bsr), ("crow_indices", "col_indices", "values")),
     **dict.fromkeys((torch.sparse_csc, torch.sparse_bsc), ("ccol_indices", "row_indices", "values")),
 }
-"""Return the dense parts of a tensor."""
 
 
 def _parts(x: Tensor) -> list[Tensor]:
@@ -102,12 +101,12 @@ class ModelState:
                 p.requires_grad_(trained)
 
     def changes(self) -> dict[str, Any]:
-        """Return copies of changed state by path; None for what is gone."""
+        """Return changed state by path; None for what is gone."""
         now, found = dict(walk(self._model)), {}
         for path, x in now.items():
             old, value = self._saved.get(path, (None, None))
             if isinstance(x, Container):
-                continue  # its contents have their own paths
+                continue
             if isinstance(x, set | frozenset):
                 if old is None or x != value:
                     found[path] = sorted(repr(item) for item in x)
@@ -130,7 +129,7 @@ def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def walk_through(path: str, x: Any) -> dict[str, Any]:
-    """Return paths and values of the contents of an object."""
+    """Return paths and values within an object."""
     return dict(_walk(path, x, set()))
 
 
@@ -190,7 +189,7 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(x, PLAIN):
         yield path, x
         return
-    if not isinstance(x, Container):  # the walk makes new containers, with repeated ids
+    if not isinstance(x, Container):  # new containers have repeated ids
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))

@@ -1,6 +1,6 @@
 """Hooks that torch runs in `__call__`, outside `forward`.
 
-A module with hooks of the user is entered at its call. Hooks of frameworks stay outside, as they expect.
+A module with hooks of the user is entered at its call; hooks of frameworks stay outside.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if calls of `module` run hooks of the user."""
+    """Return True if the user's hooks run."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,
@@ -33,7 +33,7 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def refuse_hooks(module: nn.Module) -> None:
-    """Raise UnsupportedParameterError if `module` has hooks, which run outside its recorded forward."""
+    """Raise UnsupportedParameterError if `module` has hooks, outside its recorded forward."""
     if has_hooks(module):
         raise UnsupportedParameterError(
             f"{type(module).__name__}, which your loop calls, has a hook that verification does not see. It was "

@@ -1,6 +1,6 @@
 """Sources of a compiled region, by number.
 
-Dynamo guards on every string that it reads, so names would tie a graph to one block.
+Dynamo guards on every string, so names would tie a graph to one block.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ class Numbering:
         return self._numbered[source]
 
     def knows(self, source: Source) -> bool:
-        """Return True if `source` has a number."""
+        """Return True for a numbered source."""
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return the outside source for one of the region."""
+        """Return the outside source."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
 
     def name_use(self, use: Use) -> Use:
-        """Return a use of the region with its outside sources."""
+        """Return a use with outside sources."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [(self.name(source), record) for source, record in use.records(tensors)]
@@ -59,11 +59,11 @@ class Numbering:
         return Use(sources, use.build if isinstance(use.build, Recipe) else build, use.copies)
 
     def name_all(self, labels: str) -> str:
-        """Replace numbers in text by outside labels."""
+        """Replace numbers by outside labels."""
         return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
 
     def name_forms(self, form: str) -> str:
-        """Replace numbers in a form by outside forms."""
+        """Replace numbers by outside forms."""
         return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
 
     def _outside(self, label: str) -> Source:
@@ -105,7 +105,7 @@ def _root(
 
 
 class NumberedSources(dict[Tensor, Source]):
-    """Sources that a rehearsal may meet, numbered when read."""
+    """Sources of a rehearsal, numbered when read."""
 
     def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
         super().__init__(outside)
@@ -126,7 +126,7 @@ class NumberedLayout(dict[CallKey, CallLayout]):
         self._numbering, self._outside = numbering, outside
 
     def get(self, key: CallKey, default: CallLayout | None = None) -> CallLayout | None:  # type: ignore[override]
-        """Look up a call, and keep its layout for the trace."""
+        """Look up a call, and keep its layout."""
         named = tuple(self._numbering.name_forms(x) if isinstance(x, str) else x for x in key)
         layout = self._outside.get(named, default)
         if layout is not None:

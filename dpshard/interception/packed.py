@@ -1,9 +1,9 @@
 """Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
 
 [Note: Tokens as rows]
-Rules treat each of the N = R * T tokens of a stream as a sample with one position. [R, T, ...] becomes [N, 1, ...], and
-the output goes back. `records.Owners` then assigns the N rows to their units. Only shapes tell where tokens are. So the
-engine always compares packed units with each unit alone (verification/packed.py).
+A token is a sample with one position: [R, T, ...] becomes [N, 1, ...], and the output goes back. `records.Owners`
+assigns the N = R * T rows to units. Only shapes tell where tokens are, so verification/packed.py always compares units
+with each unit alone.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class TokenGrid:
     tokens: int
 
     def place(self, x: Tensor) -> str | None:
-        """Return "rt" for tokens in [R, T, ...], "tr" in [T, R, ...], "n" in [R * T, ...]; else None."""
+        """Return "rt" for [R, T, ...], "tr" for [T, R, ...], "n" for [R * T, ...]; else None."""
         R, T = self.rows, self.tokens
         if x.dim() > 1 and x.shape[0] == R and x.shape[1] == T:
             return "rt"
@@ -47,7 +47,7 @@ class TokenGrid:
         return "n" if x.dim() > 0 and x.shape[0] == R * T else None
 
     def common_place(self, places: Sequence[str | None]) -> str | None:
-        """Return the one place of all tensors that carry tokens; None if they differ."""
+        """Return the one place of all tensors that carry tokens, or None."""
         found = [place for place in places if place is not None]
         return found[0] if found and all(place == found[0] for place in found) else None
 
@@ -71,7 +71,7 @@ class TokenGrid:
 
 
 def replaced(x: Any, old: Sequence[Tensor], new: Sequence[Any]) -> Any:
-    """Return arguments or results with tensors replaced; dynamo traces it."""
+    """Return a structure with tensors replaced; dynamo traces it."""
     if isinstance(x, Tensor):
         for before, after in zip(old, new, strict=True):
             if before is x:
@@ -113,7 +113,7 @@ class PackedRun(Run):
         return self.original(*args, **kwargs)
 
     def carrying(self) -> list[tuple[Tensor, int]]:
-        """Return nothing: no input has a dimension of units."""
+        """Return nothing."""
         return []
 
     @property
@@ -142,7 +142,7 @@ class PackedRun(Run):
                 part = x[row * T + start : row * T + end]
             else:
                 return x
-            if self.role(x) is Role.UNITS:  # numbers depend on the other units; only equality may count
+            if self.role(x) is Role.UNITS:  # only the equality of numbers may count
                 first, start, _ = next(iter(self.packed.places.values()))
                 part = torch.full_like(part, int(x.reshape(R, T)[first, start]))
             return part
@@ -161,7 +161,7 @@ class PackedRun(Run):
         return replace(self, leaves=tuple(leaves))
 
     def contents(self) -> list[int]:
-        """Return the numbers of the inputs that tell neither positions nor units."""
+        """Return which inputs tell neither positions nor units."""
         R, T = self.packed.shape
         found = []
         for i, x in enumerate(self.leaves):
@@ -180,7 +180,7 @@ class PackedRun(Run):
         return [x_RT[row, start:end] for row, start, end in self.packed.places.values()]
 
     def role(self, x: Any) -> Role:
-        """Return what an input tells of its tokens."""
+        """Return what an input tells."""
         parts = self._parts(x) if isinstance(x, Tensor) else None
         if parts is None:
             return Role.CONTENTS
@@ -209,12 +209,12 @@ class PackedRun(Run):
 
 
 def is_block_mask(x: Any) -> bool:
-    """Return True for a BlockMask of torch's flex_attention."""
+    """Return True for flex_attention's BlockMask."""
     return type(x).__name__ == "BlockMask"
 
 
 def _block_mask_of(mask: Any, row: int, start: int, end: int) -> Any:
-    from torch.nn.attention.flex_attention import create_block_mask  # slow to import, rarely needed
+    from torch.nn.attention.flex_attention import create_block_mask  # slow to import
 
     whole = mask.mask_mod
 
@@ -233,7 +233,7 @@ def is_boundaries(x: Tensor, tokens: int) -> bool:
 
 
 def plan_packed_run(module: nn.Module, original: Any, args: Any, kwargs: Any, packed: PackedTokens) -> PackedRun:
-    """Return the call of a module on packed rows."""
+    """Return the call on packed rows."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     R, T = packed.shape
     tensors = [x for x in leaves if isinstance(x, Tensor)]

@@ -15,7 +15,7 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 class ParameterWrites(TorchDispatchMode):
-    """Refuses writes into a parameter, also through views, `.data` and no_grad."""
+    """Refuses writes, also through views, `.data` and no_grad."""
 
     supports_higher_order_operators = True
 
@@ -27,18 +27,18 @@ class ParameterWrites(TorchDispatchMode):
         if not Passthrough.on:
             for x in _written(func, args, kwargs or {}):
                 name, p = self._known.get(_storage(x), ("", x))
-                # ZeRO-3 frees storage after each module, and another tensor may get its place.
+                # ZeRO-3 frees storage after each module, for other tensors.
                 if name and _storage(p) == _storage(x):
                     raise written(name)
         return func(*args, **(kwargs or {}))
 
 
 class WriteGuard:
-    """Runs forwards that must not write into parameters."""
+    """Runs forwards that must not write."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._scripted = False  # functions of torch.jit.script refuse modes
+        self._scripted = False  # torch.jit.script refuses modes
 
     def run(self, forward: Callable[[], Any], rewind: Callable[[], None]) -> Any:
         """Return the result of `forward`; `rewind` precedes a second try."""
@@ -55,7 +55,7 @@ class WriteGuard:
 
 
 def written(name: str) -> UnsupportedParameterError:
-    """Return the error for a forward that writes into a parameter."""
+    """Return the error for a write into parameter `name`."""
     return UnsupportedParameterError(
         f"{name}: forward writes values that depend on the samples into this parameter, without noise. "
         f"Initialise from data before training, on data that are not private (ActNorm: run one forward, or load "

@@ -1,4 +1,4 @@
-"""The trainable parameters of a model, as sources for a mode."""
+"""The trainable parameters of a model, as sources."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 class TrainedParameters:
-    """The parameters of one model, whole or gathered."""
+    """The parameters, whole or gathered."""
 
     def __init__(
         self, model: nn.Module, sources: dict[Tensor, Source], sharding: ShardingHooks, active: ActiveForward
@@ -53,7 +53,7 @@ class TrainedParameters:
         return [p._version for _, p in self._plain]
 
     def refuse_writes(self, before: list[int]) -> None:
-        """Raise UnsupportedParameterError if a parameter's version differs from `before`."""
+        """Raise UnsupportedParameterError if a parameter was written."""
         if self.versions() == before:
             return
         for (name, p), version in zip(self._plain, before, strict=True):
@@ -77,7 +77,7 @@ class TrainedParameters:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` with its own gathering: backward frees the parameters that hooks gathered."""
+        """Return `original` with its own gathering: backward frees what hooks gathered."""
         if not self.unshards(module):
             return original
 

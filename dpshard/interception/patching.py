@@ -1,4 +1,4 @@
-"""Puts a forward on every module with parameters, and removes it again."""
+"""Puts a forward on every module with parameters."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class ModulePatcher:
             self._patch(module, "forward", compiled=is_compiled_wrapper(module))
 
     def uninstall(self) -> None:
-        """Restore the forward of every module."""
+        """Restore the forwards."""
         for module, attribute, previous in reversed(self._patched):
             if previous is None:
                 module.__dict__.pop(attribute, None)
@@ -72,7 +72,7 @@ class ModulePatcher:
         self._hooks.clear()
 
     def original(self, module: nn.Module) -> Callable[..., Any]:
-        """Return the forward of `module` before its patch."""
+        """Return the forward before its patch."""
         previous = next((p for m, attribute, p in self._patched if m is module and attribute == "forward"), None)
         original = previous if previous is not None else types.MethodType(type(module).forward, module)
         if has_hooks(module) and not self._parameters.unshards(module):
@@ -106,7 +106,7 @@ class ModulePatcher:
         module.__dict__[attribute] = types.MethodType(forward, module)
 
     def _code_for(self, kind: type[nn.Module], code: types.CodeType) -> types.CodeType:
-        """Return a copy of `code` for one class in this model.
+        """Return a copy of `code` for one class.
 
         Dynamo compiles a code object only a few times; a copy per module would compile equal blocks one by one.
         """
@@ -155,6 +155,6 @@ class ModulePatcher:
             if looking:
                 looking.pop().close()
 
-        # The framework has gathered the parameters, and not yet freed them.
+        # Parameters are gathered, and not yet freed.
         self._hooks.append(module.register_forward_pre_hook(cast(Any, gathered), with_kwargs=True))
         self._hooks.append(module.register_forward_hook(cast(Any, done), prepend=True, always_call=True))

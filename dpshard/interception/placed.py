@@ -1,8 +1,8 @@
 """Calls on DTensors, under torch's tensor and sequence parallelism.
 
 [Note: Placements of per-sample gradients]
-A record is made of this rank's parts of input a and output gradient g. Their placements say what it is of the sample's
-gradient (see [Note: Norms of parts] in clipping/parts.py):
+A record is made of this rank's parts of input a and output gradient g. It is a part, the whole, or a term of the
+sample's gradient (see [Note: Norms of parts] in clipping/parts.py):
 
     g in columns, a whole, weight in rows               a part: column-wise linear maps, and tables by columns
     g whole, a in columns, weight in columns            a part: row-wise linear maps
@@ -10,8 +10,8 @@ gradient (see [Note: Norms of parts] in clipping/parts.py):
     g whole, a whole, parameter whole                   the whole: biases of row-wise maps, replicated layers
     g and a in parts of the sequence, parameter whole   a term of a sum: normalisation under SequenceParallel
 
-Every other combination is refused. If the output is a pending sum, g is whole. Autograd promises no placement of g, so
-g is redistributed.
+Others are refused. If the output is a pending sum, g is whole. Autograd promises no placement of g, so g is
+redistributed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ADVICE = (
 
 
 class PlacedCall(Protocol):
-    """What this module reads of an intercepted call."""
+    """What this module reads of a call."""
 
     func: Function
     args: Any
@@ -64,7 +64,7 @@ def is_placed(x: Any) -> bool:
 
 
 def local(x: Any) -> Tensor:
-    """Return this rank's part, without a graph."""
+    """Return this rank's part."""
     return x.detach().to_local() if is_placed(x) else x
 
 

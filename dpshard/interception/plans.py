@@ -1,9 +1,9 @@
 """Uses of parameters that every forward repeats.
 
 [Note: Plans of calls]
-A call with equal facts repeats an earlier plan, without its rule. The kind of the inputs and the number of samples
-choose the table of plans, which a probe drops. Facts are the function, the source of each parameter, the rank of each
-other tensor, and every other argument.
+A call with equal facts repeats an earlier plan, without its rule. Facts are the function, the source of each parameter,
+the rank of each other tensor, and every other argument. Each kind of inputs and number of samples has its own plans; a
+probe drops all.
 
 Derived parameters, tensor subclasses, torch.func, compiled regions, and packed, picked or exchanged rows have no plans.
 """
@@ -39,12 +39,12 @@ class PlannedUse:
     planned: Planned
     use: Use
     operands: tuple[int | str | None, ...]
-    """Place or name of input, weight and bias."""
+    """Places or names."""
     cuts: tuple[bool, bool]
     """True if weight and bias are parameters."""
 
     def repeat(self, slots: Slots, args: Any, kwargs: Any) -> Tensor:
-        """Run a call as planned, and tap its output."""
+        """Run and tap a call as planned."""
         input, weight, bias = [args[p] if type(p) is int else kwargs.get(p) for p in self.operands]
         gradient = self.planned.gradient
         if gradient is not None and isinstance(slots, Tape) and fuses():
@@ -57,13 +57,13 @@ class PlannedUse:
 
 
 class Plans:
-    """The plans for one kind of inputs and one number of samples."""
+    """The plans for one kind of inputs and number of samples."""
 
     def __init__(self) -> None:
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
 
     def find(self, func: Function, args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> PlannedUse | None:
-        """Return the plan of a call, or None."""
+        """Return the plan of a call."""
         if not torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
             return None
         try:
@@ -96,7 +96,7 @@ class Plans:
 def _is_fact(x: Any, sources: Mapping[Tensor, Source]) -> bool:
     if type(x) in _TENSORS:
         source = sources.get(x)
-        return source is None or source.roots == (source.label,)  # each forward derives tensors of its own
+        return source is None or source.roots == (source.label,)  # each forward derives tensors anew
     return type(x) in _CONSTANTS or (type(x) is tuple and all(type(i) in _CONSTANTS for i in x))
 
 

@@ -38,7 +38,7 @@ class TapeProvider(Protocol):
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """Return the tape for a forward; LogicalBatchError if it is out of place."""
+        """Return the tape; LogicalBatchError if the forward is out of place."""
         ...
 
 
@@ -66,9 +66,9 @@ class Exchange(Protocol):
         ...
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """Return the samples of rows as these parameters' records number them; None for rows that they cannot meet.
+        """Return the samples as these parameters' records number them; None for rows that they cannot meet.
 
-        `sample_N`: None for rows that are not routed.
+        `sample_N`: None for unrouted rows.
         """
         ...
 
@@ -78,7 +78,7 @@ class ShardingHooks(Protocol):
 
     @property
     def exchange(self) -> Exchange | None:
-        """The ranks that hold parts of the model."""
+        """Ranks with parts of the model."""
         ...
 
     @property
@@ -104,5 +104,5 @@ class ShardingHooks(Protocol):
         ...
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of the parameters gathered for `module`."""
+        """Return names and tensors of gathered parameters."""
         ...

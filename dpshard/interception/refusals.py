@@ -51,7 +51,7 @@ def refuse_shared_outliers(model: nn.Module) -> None:
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples even without parameters."""
+    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples."""
     for path, module in batch_norms:
         if module.training or getattr(module, "running_mean", None) is None:
             raise UnsupportedParameterError(

@@ -1,4 +1,4 @@
-"""Forwards on chosen samples, outside training, for verification."""
+"""Forwards on chosen samples, for verification."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ class Replay:
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that the forward of `module` gets: FSDP casts inputs.
+        """Return the arguments that forward gets: FSDP casts inputs.
 
-        Calls `module` once, by which FSDP also finds its root.
+        Calls `module` once, by which FSDP finds its root.
         """
         if not self.parameters.unshards(module):
             return args, kwargs

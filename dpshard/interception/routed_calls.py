@@ -1,4 +1,4 @@
-"""Calls that use a parameter on rows picked by the data."""
+"""Calls on rows picked by the data."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall
 
 
 def with_places(call: InterceptedCall) -> InterceptedCall:
-    """Return `call` with the numbers that its records give to the samples.
+    """Return `call` with its records' numbers of the samples.
 
     Refuses experts that meet the rank's own samples, and others that meet rows from afar.
     """

@@ -1,19 +1,18 @@
 """Tracks the sample of each row after indexing by the data.
 
 [Note: Routed rows]
-A route starts where data index dimension 0 of a tensor with the rows of all samples, as in `x[token_ids]`. It continues
-through functions that make row n of the output from row n of the input only. It ends where each row is added to a row
-of its own sample, or where rows return to sample order. Any other function loses rows that are out of order; a
-parameter that meets lost rows is refused.
+A route starts where data index dimension 0 of a tensor with the rows of all samples. It continues through functions
+that make row n of the output from row n of the input only. It ends where each row is added to a row of its own sample,
+or rows return to sample order. Any other function loses rows out of order; a parameter that meets lost rows is refused.
 
 [Note: Packed sequences]
-Packing turns [B, T, ...] or [T, B, ...] into rows: step 0 of all samples, then step 1 of all that are as long. Padding
-returns rows to columns of one sample each, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out of
-order may be permuted, packed, or read step by step; any other function loses them.
+Packing makes rows: step 0 of all samples, then step 1 of all that are as long. Padding returns columns of one sample
+each, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out of order may be permuted, packed, or read
+step by step; any other function loses them.
 
 [Note: Rows on other ranks]
-Ranks with parts of one model may send each other rows, and their samples, by all_to_all_single. Other messages lose the
-rows.
+Ranks with parts of one model may send each other rows by all_to_all_single; their samples travel, too. Other messages
+lose the rows.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "un
 
 _SCATTERING = functions_named(["scatter_add", "scatter_add_"])
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"]) | _SCATTERING
-"""Write rows into their first argument at given numbers."""
+"""Write rows into their first argument."""
 _REPLACING = functions_named(["index_copy", "index_copy_"]) | {Tensor.__setitem__}
 
 _SELECTING = functions_named(["index_select"])
@@ -46,7 +45,7 @@ _UNBINDING = functions_named(["unbind"])
 
 _SENDING = ("all_to_all_single",)
 _WAITING = ("wait_tensor", "_wrap_tensor_autograd")
-"""By name: torch has packets and overloads of each."""
+"""torch has packets and overloads of each."""
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
@@ -114,7 +113,7 @@ def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tenso
 
 
 def _targets(func: Function, index: Tensor) -> Tensor | None:
-    """Return the rows [N] that rows are added to; None for scattered elements."""
+    """Return the target rows [N]; None for scattered elements."""
     if func not in _SCATTERING:
         return index.view(-1)
     whole = index.dim() == 2 and index.shape[1] > 0 and (index.stride(1) == 0 or bool((index == index[:, :1]).all()))
@@ -142,7 +141,7 @@ def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
 
 
 class Routing:
-    """Follows routed rows through one forward."""
+    """Follows routed rows."""
 
     def __init__(
         self,
@@ -152,17 +151,17 @@ class Routing:
     ) -> None:
         """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension `dim` (0 or 1) of `x`.
 
-        `read`: rows are read from `x`, so their order counts.
+        `read`: the order of rows counts.
         """
         self._exchange = exchange
         self.batch_size = batch_size
         self.holds_samples = holds_samples
-        # Weak keys do not keep dropped tensors alive.
+        # Do not keep dropped tensors alive.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         # Sample of each column; True if in order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked along it
+        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked
         self.idle = True
 
     def suspects(self, n: int) -> list[int]:
@@ -172,11 +171,11 @@ class Routing:
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
-        """Return the sample of every row of `x`, int64 [N]; None if not routed."""
+        """Return the samples of the rows, int64 [N]; None if not routed."""
         return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
-        """Return True if the samples of the rows of `x` are unknown."""
+        """Return True if samples of rows are unknown."""
         if self.idle or x.dim() == 0:
             return False
         return x in self._lost or (x in self._columns and not self._columns[x][1])
@@ -205,7 +204,7 @@ class Routing:
             return
         if indexed is not None:
             x, dim, rows, to_dim = indexed
-            self._unplaced.append((x.shape[dim], rows))  # also where `holds_samples` raises
+            self._unplaced.append((x.shape[dim], rows))  # even if `holds_samples` raises
             sample_N = self._of(x, dim, read=True)
             if sample_N is not None:
                 self._unplaced.pop()
@@ -311,7 +310,6 @@ class Routing:
         return first if all(other is first or torch.equal(first, other) for other in others) else None
 
     def _add(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
-        """End a route if every row is added to a row of its own sample."""
         if func is Tensor.__setitem__:
             base, rows, source = args[0], _row_numbers(args[1]), args[2]
         else:
@@ -358,7 +356,7 @@ class Routing:
                 self.idle = False
 
     def lose(self, outputs: list[Tensor]) -> None:
-        """Mark the samples of these tensors' rows as unknown."""
+        """Mark the samples of rows as unknown."""
         for x in outputs:
             self._samples.pop(x, None)
             self._columns.pop(x, None)

@@ -17,7 +17,7 @@ from dpshard.rules.torch_functions import Function, functions_named
 
 @dataclass(frozen=True, slots=True)
 class RowCall:
-    """A call whose outputs have as many rows as its `routed` arguments."""
+    """A call whose outputs have as many rows as `routed`."""
 
     func: Function
     args: Any
@@ -79,7 +79,6 @@ _ALONG = {
         1,
     ),
 }
-"""The place of that argument."""
 
 
 def _first_only(call: RowCall) -> bool:

@@ -1,9 +1,8 @@
 """One outermost call of a module, to repeat on some of its samples.
 
 [Note: Units]
-A sample is a unit of K = `rows_per_unit` adjacent rows. A model gets the rows of m units as one dimension of m * K.
-Only here rows become units: `Run.leaves` have both dimensions, and `Run.on` joins them. To all other code the rows of a
-unit were flattened into the batch.
+A sample is a unit of K = `rows_per_unit` adjacent rows. Only here rows become units: `Run.leaves` have dimensions of
+both, and `Run.on` joins them. To all other code the rows of a unit were flattened into the batch.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class Run:
     given: tuple[Any, ...]
     """The inputs, unchanged."""
     leaves: tuple[Any, ...]
-    """With `rows_per_unit` > 1, a dimension of samples and one of their rows."""
+    """With `rows_per_unit` > 1, samples and their rows have a dimension each."""
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
-    """Per leaf: the dimension of the samples."""
+    """The dimension of the samples."""
     rows: int
     """Samples before the padding; at least 1."""
     rows_per_unit: int = 1
@@ -46,7 +45,7 @@ class Run:
     """Of a PackedRun."""
 
     def on(self, samples: list[int]) -> Any:
-        """Return the output for `samples` (indices into the batch)."""
+        """Return the output for `samples` (indices)."""
         picked = [self._joined(self._pick(i, samples), self.dims[i]) for i in range(len(self.leaves))]
         args, kwargs = pytree.tree_unflatten(picked, self.tree)
         return self.original(*args, **kwargs)
@@ -85,7 +84,7 @@ class Run:
             return leaf
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
-        return picked.clone()  # modes see a new tensor, not the indexing
+        return picked.clone()  # modes see a new tensor
 
     def _joined(self, x: Any, dim: int | None) -> Any:
         if dim is None or self.rows_per_unit == 1:

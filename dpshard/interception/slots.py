@@ -1,4 +1,4 @@
-"""Records of the uses of parameters: the tape, or stand-ins for it."""
+"""Records of uses: the tape, or stand-ins for it."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from dpshard.errors import REENTRANT, UnsupportedParameterError
 
 
 class Slots(Protocol):
-    """Records the uses of parameters in one forward."""
+    """Records the uses of parameters."""
 
     batch_size: int
     compiled: bool
     """True for a compiled region or its rehearsal."""
     rehearses: bool
-    """True if the forward only counts uses, even under torch.no_grad()."""
+    """True if the forward only counts uses."""
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
         """Return `output`; in backward its gradient and `keep` become records."""
@@ -34,7 +34,7 @@ class Slots(Protocol):
         ...
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of a compiled region, by row."""
+        """Return a region's slots, by row."""
         return [self.slot(row.uses[0], *row.templates) for row in rows]
 
 
@@ -74,7 +74,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 @dataclass(slots=True)
 class SlotRecorder(Slots):
-    """Notes the slots that a compiled region uses."""
+    """Notes a region's slots."""
 
     batch_size: int
     asked: list[tuple[Use, tuple[Tensor, ...]]]
@@ -93,7 +93,7 @@ class SlotRecorder(Slots):
 
 
 class PreallocatedSlots(Slots):
-    """Gives a compiled region its premade slots, in order.
+    """Gives a compiled region its premade slots.
 
     Made in the trace: the graph would return one made outside.
     """
@@ -125,9 +125,9 @@ _PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
 
 
 def region_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
-    """Return labels of the sources by use; dimension and uses by row.
+    """Return labels by use; dimension and uses by row.
 
-    Dynamo guards faster on one string than on hundreds of values, and computes with it as it traces.
+    Dynamo guards faster on one string than on many values, and computes with it in the trace.
     """
     labels = _USES.join(_ITEMS.join(source.label for source in use.sources) for use, _ in asked)
     places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))

@@ -1,7 +1,4 @@
-"""torch.vmap in a forward: calls within it become calls on whole tensors.
-
-A vmapped function sees tensors without a hidden dimension, perhaps that of the samples.
-"""
+"""torch.vmap in a forward, which hides a dimension: calls within it become calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -39,7 +36,7 @@ class Lifted:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Leave all transforms for a block."""
+        """Leave all transforms."""
         with temporarily_clear_interpreter_stack():
             yield
 
@@ -55,7 +52,7 @@ class Lifted:
 
 
 def lift(func: Function, args: Any, kwargs: Any) -> Lifted:
-    """Return a call within torch.vmap as one on whole tensors."""
+    """Return a call within torch.vmap on whole tensors."""
     leaves, tree = pytree.tree_flatten((args, kwargs))
     hidden: list[dict[int, int]] = []
     differentiated = False
@@ -90,7 +87,7 @@ class Vmapped:
         return f"vmap({function_name(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it on whole tensors; results without tensors stay."""
+        """Call it; results without tensors stay."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         plain: list[Any] = []

@@ -1,13 +1,12 @@
-"""Find the dimension of each tensor that carries the samples, from runs of the model on batches of two sizes.
+"""Find the dimension of each tensor that carries the samples, from runs of the model on 2 and on 3 samples.
 
 [Note: Evidence for the batch dimension]
-The model runs on 2 and on 3 samples: a dimension that grows by 3/2 carries the samples. Both runs share the first two
-samples, so values tell the order of rows flattened into the batch. A call without a growing dimension met no sample; it
-derives from parameters only. Layouts are keyed by function and parameter, and hold for every batch size.
+A dimension that grows by 3/2 carries the samples. Both runs share two samples, so values tell the order of rows
+flattened into the batch. A call without a growing dimension derives from parameters only. Layouts are keyed by function
+and parameter, and hold for every batch size.
 
-If values decide a branch (is any token masked?), sample 3 repeats sample 1, so both runs take it alike. If the data
-decides some calls, the other run may lack them. Their arguments come from calls that both runs made, or are routed
-rows.
+If values decide a branch, sample 3 repeats sample 1, so both runs take it alike. If the data decides some calls, their
+arguments come from calls that both runs made, or are routed rows.
 """
 
 from dpshard.interception.batch_dims.axes import PASS_THROUGH, CallKey, CallLayout, Layout, call_key, merge, rows_key

@@ -1,4 +1,4 @@
-"""Layouts: the batch dimension of each tensor, by kind of call."""
+"""Layouts: the batch dimension of each tensor."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpshard.rules.torch_functions import Function, function_name
 PASS_THROUGH = frozenset(
     {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
 )
-"""Functions and properties of a parameter that carry no gradient to it."""
+"""Carry no gradient to a parameter."""
 
 CallKey = tuple[Any, ...]
 """Function name; for each tensor the form of its source, or its rank. Dynamo hashes no functions in a tuple."""
@@ -27,13 +27,13 @@ def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source
 
 @dataclass(slots=True)
 class CallLayout:
-    """Batch axes of the tensors of one kind of call."""
+    """Batch axes of one kind of call."""
 
     inputs: list[BatchAxis | None]
     output: BatchAxis | None
     """Of the first output."""
     lost: bool = False
-    """True if the samples of an argument's rows are unknown."""
+    """True if samples of an argument's rows are unknown."""
 
     derives: bool = field(init=False, compare=False)
     """True if no argument carries samples."""
@@ -42,7 +42,6 @@ class CallLayout:
     """True if the data picks rows of an argument."""
 
     def __post_init__(self) -> None:
-        # Every call of a forward reads them.
         self.derives = self.output is None and not any(self.inputs) and not self.lost
         self.routed = any(axis is not None and axis.routed for axis in self.inputs)
         self.data_dependent = self.routed or self.lost

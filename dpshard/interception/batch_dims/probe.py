@@ -66,14 +66,14 @@ class _Compared(DeterministicForward):
         if not off and _counts(result):
             self.count += 1
         if (off and func is not PAD) or picks(func, args):  # padding brings all samples back
-            # A tensor on the common course stays on it when experts write rows into it.
+            # Experts may write rows into a tensor on the common course.
             kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
             if kept is None or self.off_course([kept]):
                 for x in outputs:
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return a call within torch.vmap, made on whole tensors, as a tuple; None if not needed."""
+        """Return a call within torch.vmap, made on whole tensors, as a tuple."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -85,13 +85,11 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Loops read any number of shapes, dtypes and numbers."""
+    """Loops read any number of shapes and numbers."""
     return result is None or bool(outputs_of(result))
 
 
 class _FirstRun(_Compared):
-    """Notes the shapes of every call, and the tensors of `wanted` calls."""
-
     def __init__(self, wanted: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self.calls: list[_Shapes] = []
@@ -121,8 +119,6 @@ class _FirstRun(_Compared):
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """The call that made a tensor."""
-
     position: int
     seen_at: int
     axis: BatchAxis | None
@@ -130,8 +126,6 @@ class _Made:
 
 
 class _SecondRun(_Compared):
-    """Notes the layout of calls that use parameters."""
-
     def __init__(
         self,
         first: list[_Shapes],
@@ -146,7 +140,7 @@ class _SecondRun(_Compared):
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._silent: int | None = 0  # see Doubt.silent
         self.apart = False
-        """True if a call had other arguments than in the first run."""
+        """A call had other arguments than in the first run."""
         self.routing = Routing(sizes[1], self._holds_samples, exchange)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -159,10 +153,10 @@ class _SecondRun(_Compared):
             return lifted[0]
         tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
-        # Results under the model's own no_grad are constants, as in training.
+        # Results under the model's no_grad are constants.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
         uses = traced and any(x in self.sources for x in tensors)
-        copied = uses and getattr(func, "__name__", "") != "__get__"  # an in-place function would change them
+        copied = uses and getattr(func, "__name__", "") != "__get__"  # in-place functions would change them
         inputs = [x.detach().clone() if copied else x for x in tensors]
         result = super().__torch_function__(func, types, args, kwargs)
         outputs = outputs_of(result)
@@ -302,8 +296,7 @@ def find_layout(
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `rows_per_unit`: adjacent rows of a sample in the inputs. `verified`: verification follows. Raises BatchLayoutError
-    where samples meet each other, or where the model's course depends on the batch size.
+    Raises BatchLayoutError where samples meet, or where the model's course depends on the batch size.
     """
     first = _FirstRun()
     with first:

@@ -1,7 +1,7 @@
-"""The order of rows flattened into the batch: [B, k], a sample's side by side, or [k, B], one batch apart.
+"""The order of rows flattened into the batch: [B, k], [k, B], or [k / K, B, K] of units.
 
-Units of K input rows may have [k / K, B, K]. Under the right order, the rows of the samples that both runs share are
-equal. An order is the number of adjacent rows, as in BatchAxis.
+Under the right order, the rows of the samples that both runs share are equal. An order is the number of adjacent rows,
+as in BatchAxis.
 """
 
 from __future__ import annotations

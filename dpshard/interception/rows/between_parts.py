@@ -1,7 +1,7 @@
 """Refuse unverified computations between two forwards of one micro-batch that may mix rows.
 
-A later forward may get row-by-row functions of an earlier one's outputs. Other inputs must not depend on these.
-Autograd's graph shows this, except for detached values.
+Inputs may be row-by-row functions of an earlier forward's outputs. Autograd's graph shows others, except for detached
+values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ _WITHIN_ROWS = frozenset(
 )
 """Keep rows apart except along dimension 0."""
 _JOINED = frozenset("Cat Stack".split())
-"""The same, of several tensors."""
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
@@ -38,7 +37,7 @@ _OF_PARAMETERS = frozenset("_Tap _RegionTap Slot Anchor _Cut".split())
 
 
 def outputs_in_graph(leaves: Iterable[Any]) -> list[Any]:
-    """Return the graph nodes of tensors, and of tensors in objects' attributes."""
+    """Return the graph nodes of tensors, also in objects' attributes."""
     tensors = [y for x in leaves for y in ([x] if isinstance(x, Tensor) else getattr(x, "__dict__", {}).values())]
     return [x.grad_fn for x in tensors if isinstance(x, Tensor) and x.grad_fn is not None]
 

@@ -10,7 +10,7 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25
-"""Between norms of equal rows; far above rounding in half precision."""
+"""Between norms of equal rows; far above half precision's rounding."""
 SMALL = 0.05
 """Share of the threshold that may be rounding."""
 NOTHING = 1e-6
@@ -44,7 +44,7 @@ class Copies:
         self._norms.append((group, norm_B.detach()))
 
     def end(self, doubts: Doubts, function: ClippingFunction) -> None:
-        """Note the findings from all backward passes."""
+        """Note the findings."""
         if not self._norms or not self._states:
             return
         n = self._samples
@@ -58,7 +58,7 @@ class Copies:
         share_MB = torch.stack([function.factor(x, group.threshold) * x / group.threshold for group, x in self._norms])
         total_B = norm_MB.sum(0)
         none_B = total_B <= NOTHING * total_B[n - 1]
-        # If samples have no gradient either, the copies' own dropout may be the cause.
+        # If samples have no gradient either, the cause may be dropout.
         masked = none_B[n:].all() & ~none_B[:n].any() & (share_MB[:, n - 1].amax() > SMALL)
         if self._mean:
             doubts.note(Doubt.MASKED, masked, wait=True)

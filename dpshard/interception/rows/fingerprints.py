@@ -1,4 +1,4 @@
-"""Fingerprints of the rows of a tensor, to find them in another order."""
+"""Fingerprints of rows, to find them in another order."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Kind = tuple[torch.dtype, torch.device, tuple[int, ...]]
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a tensor along `dim`."""
+    """The rows of a tensor."""
 
     tensor: Tensor
     dim: int
@@ -36,7 +36,7 @@ class Rows:
         return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
 
     def light(self) -> Rows:
-        """Return the rows without a reference to a large tensor."""
+        """Return the rows without a large tensor."""
         small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
         return self if small else Rows(self.sampled.clone(), 0, self.kind)
 
@@ -57,7 +57,7 @@ class Rows:
 
     @cached_property
     def checksum(self) -> int:
-        """Sum of bits in any order of rows; for tensors on the host."""
+        """Sum of bits in any order; for tensors on the host."""
         return int(_words(self.sampled).sum())
 
     @cached_property
@@ -79,7 +79,7 @@ class Rows:
         return (ordered_B[1:] != ordered_B[:-1]).sum()
 
     def hash_of_units(self, rows_per_unit: int) -> Tensor:
-        """Return a hash of the rows of each unit in any order, int64 [units]."""
+        """Return a hash of each unit's rows in any order, int64 [units]."""
         return self.hash_B if rows_per_unit == 1 else mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:

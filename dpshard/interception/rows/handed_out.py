@@ -1,4 +1,4 @@
-"""Compare rows bit by bit with those given to a loop, which may reorder them without padding."""
+"""Compare rows bit by bit with those given to a loop."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dpshard.interception.rows.fingerprints import MANY, Rows
 CONTINUOUS = 3
 """Fewest fractional numbers in a row that does not match by chance."""
 NARROW = 8
-"""Elements of a row that are compared first."""
+"""Compared first."""
 
 
 def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:

@@ -2,17 +2,15 @@
 
 [Note: Rows are samples by their number]
 On the tape that all forwards of a micro-batch share, row i is sample i, or padding. A loop that sorts, shuffles or
-replaces rows breaks this. The engine sees only evidence:
+replaces rows breaks this. The evidence:
 
 - rows of a unit are adjacent;
-- padding rows equal the last sample in every input, except for rounding and dropout of another part of the model;
+- padding rows equal the last sample in every input, except for rounding and earlier dropout;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
 - a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
-- without random numbers, the gradient of a copy has the norm of its sample's. With them, copies must not be the only
-  rows without a gradient.
-
-Equal rows are interchangeable as inputs. If their labels differ, their norms differ.
+- without random numbers, a copy's gradient has the norm of its sample's. With them, copies must not be the only rows
+  without a gradient.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 
 ROUNDING = {True: 1e-4, False: 0.05}
-"""Relative to the largest element of a row; True for more than half precision."""
+"""Relative to the largest element; True for more than half precision."""
 
 
 class RowIdentity:
@@ -52,13 +50,13 @@ class RowIdentity:
         self._data = data if self.samples > 1 else None  # one sample has one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen(self._rows_per_unit)
-        self._inputs: list[Run] = []  # of the first forward, read if there is a second
+        self._inputs: list[Run] = []  # of the first forward, for a second
         self._outputs: list[Rows] = []
         self._graph: list[Any] = []  # nodes of earlier outputs
         self._forwards = 0
 
     def enter(self, run: Run) -> None:
-        """Check the inputs of a forward; LogicalBatchError if their rows are not the samples in order."""
+        """Check the inputs; LogicalBatchError if their rows are not the samples in order."""
         self._forwards += 1
         if self.samples == 0:
             return
@@ -82,7 +80,7 @@ class RowIdentity:
         """Do nothing."""
 
     def leave(self, output: Any) -> None:
-        """Note the outputs of a forward."""
+        """Note the outputs."""
         if self.samples < 2:
             return
         leaves = [output] if isinstance(output, Tensor) else pytree.tree_leaves(output)
@@ -146,7 +144,7 @@ class RowIdentity:
 def _other_rows(filler: Tensor, copies: Tensor, dim: int) -> Tensor:
     """Return True if copies [m, ...] of a unit have other rows, in any order; rows are dimension 1 + `dim`.
 
-    A projection on one random direction tells rows apart.
+    A random direction tells rows apart.
     """
     wide = torch.complex128 if filler.is_complex() else torch.float64
     rows = [

@@ -1,4 +1,4 @@
-"""Fingerprints of the rows in a user's own loop, to identify the samples.
+"""Fingerprints of the rows in a user's own loop.
 
 A sample is one row, or unit of rows, of all inputs of a forward together.
 """
@@ -15,7 +15,7 @@ from dpshard.interception.run import Run
 
 
 class OwnLoopRows:
-    """The samples fed since the last release, each once."""
+    """The samples since the last release, each once."""
 
     def __init__(self) -> None:
         self._fed: list[Tensor] = []

@@ -1,7 +1,4 @@
-"""Rows of a micro-batch that a schedule hands over in parts: together they must be its samples, in order.
-
-In a reversed micro-batch, copies reach a part without padding, and samples one that is all padding.
-"""
+"""Rows of a micro-batch that a schedule hands over in parts: together they must be its samples, in order."""
 
 from __future__ import annotations
 
@@ -19,7 +16,7 @@ from dpshard.sampling import MicroBatchPlan
 
 
 class Together:
-    """Checks the inputs of all parts of a micro-batch together, at the last one."""
+    """Checks the inputs of all parts together, at the last one."""
 
     def __init__(self, plan: MicroBatchPlan, data: Any, count: int) -> None:
         self._plan, self._data, self._count = plan, data, count
@@ -36,7 +33,7 @@ class Together:
 
 
 class PartIdentity(RowIdentity):
-    """Watches part `index` of a micro-batch, alone and among the others."""
+    """Watches one part of a micro-batch."""
 
     def __init__(
         self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool, index: int, together: Together
@@ -51,7 +48,7 @@ class PartIdentity(RowIdentity):
 
 
 def _joined(runs: Sequence[Run]) -> Run:
-    """Join the inputs; one without samples in a part has none."""
+    """Join inputs; one without samples in a part has none."""
     first = runs[0]
     dims = tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*(run.dims for run in runs), strict=True))
     given = list(first.given)
