@@ -1,17 +1,17 @@
 """Privacy losses of random allocation: every sample is in one random step of each epoch.
 
 [Note: The pair of random allocation]
-Take an epoch of T steps and units of R. Let Q be N(0, sigma^2 I_T); P adds 1 to coordinate I, uniform on the steps. (P,
-Q) dominates both directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025,
-arXiv:2502.08202). In its first n steps, P adds 1 only if I < n.
+Let Q be N(0, sigma^2 I_T) in units of R. P adds 1 to coordinate I, uniform on the T steps. (P, Q) dominates both
+directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025, arXiv:2502.08202). In its first n
+steps, P adds 1 only if I < n.
 
 [Note: Convex order]
 Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey sticks are
-means of convex functions of A. Moving mass to its two neighbours on a grid, with the same mean, only raises these. So
-grids of log A, no finer than A is spread, give a dominating pair after 2 log2(T) sums.
+means of convex functions of A. Moving mass to its two neighbours on a grid, with the same mean, only raises these. So 2
+log2(T) sums on grids of log A give a dominating pair.
 
 Mass that is cut off counts as an infinite loss: at most TAIL at each end of each grid. A sums over a tree of 2 T nodes,
-so it is less than 8 T TAIL in all. All terms are positive, so masses are rounded relatively, by about T 2^-52.
+so it is less than 8 T TAIL in all. All terms are positive, so masses are rounded by about T 2^-52 of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Ratio:
 
     @property
     def logs(self) -> Masses:
-        """Return log A [n]."""
+        """Log A [n]."""
         return np.float64(self.interval) * np.arange(self.first, self.first + len(self.under_q), dtype=np.float64)
 
     def cut(self) -> Ratio:
@@ -74,7 +74,7 @@ class Ratio:
 
 
 def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple[int, Masses, Masses]]]:
-    """Return the grid points below values, and (shift, shares of the mass under Q, under P) for both neighbours."""
+    """Return the grid points below values, and (shift, shares of mass under Q, under P) for both neighbours."""
     low = np.floor(logs / interval).astype(np.int64)
     above = np.clip(logs - low * interval, 0.0, interval)
     upper = np.expm1(above) / math.expm1(interval)
@@ -116,7 +116,7 @@ def allocation(noise_multiplier: float, epoch_steps: int, steps: int, fineness: 
 
 @lru_cache(maxsize=256)
 def mean_of(n: int, sigma: float, fineness: float) -> Ratio:
-    """Return the mean of `n` independent ratios of one Gaussian release each."""
+    """Return the mean of `n` ratios of a Gaussian release each."""
     # The spread of log A for a log-normal of the variance of A (Fenton and Wilkinson).
     spread = math.sqrt(math.log1p(math.expm1(sigma**-2) / n))
     interval = 2.0 ** math.floor(math.log2(fineness * spread))
@@ -126,7 +126,7 @@ def mean_of(n: int, sigma: float, fineness: float) -> Ratio:
 
 
 def _gaussian(sigma: float, interval: float) -> Ratio:
-    """Return the ratio of N(1, sigma^2) to N(0, sigma^2): log A ~ N(-1/2, 1) / sigma^2 in units of its deviation."""
+    """Return the ratio of N(1, sigma^2) to N(0, sigma^2); log A ~ N(-1/2, 1) / sigma^2 in units of its deviation."""
     half = 1 / (2 * sigma)
     reach = -special.ndtri(TAIL / 4)
     first, last = math.floor((-half - reach) / sigma / interval), math.ceil((half + reach) / sigma / interval)

@@ -19,7 +19,7 @@ from dpshard.errors import BudgetExceededError, ConfigurationError
 
 
 class Budget:
-    """Ledger, history and budget check of a planned run."""
+    """Ledger, history and budget check of a run."""
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool, run: str = "") -> None:
         self.mechanism = mechanism
@@ -139,7 +139,7 @@ class Budget:
 def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanism:
     """Return `mechanism` with this noise, or with the least noise for its target_epsilon.
 
-    Raises ConfigurationError unless exactly one of the two is given and valid.
+    Raises ConfigurationError unless exactly one is given and valid.
     """
     target_epsilon, target_delta = mechanism.target_epsilon, mechanism.target_delta
     if (noise_multiplier is None) == (target_epsilon is None):

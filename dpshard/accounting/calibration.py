@@ -20,11 +20,10 @@ M = TypeVar("M", bound=SampledMechanism)
 DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
 """Quicker, looser accountants for a first phase."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Range of calibration; epsilon of one step at MIN_SIGMA is in the hundreds."""
+"""Range of calibration."""
 SIGMA_TOLERANCE = 1e-5
 """Relative tolerance of a noise multiplier, which is never too small."""
 MAX_STEPS = 2**24
-"""Largest result of `steps_for_epsilon`."""
 
 
 def _require_upper_bound(accountant: str) -> None:
@@ -46,8 +45,8 @@ def calibrate(
 ) -> M:
     """Return `mechanism` with the smallest noise multiplier within the budget, to SIGMA_TOLERANCE.
 
-    The computed epsilon never exceeds `target_epsilon`; with `search`, which needs "rdp", it is that of the search. The
-    result is at least MIN_SIGMA. Raises AccountingError if no noise is enough, and for "gdp".
+    The computed epsilon never exceeds `target_epsilon`; with `search`, which needs "rdp", it is that of the search.
+    Raises AccountingError if no noise is enough, and for "gdp".
     """
     require_accountant(accountant)
     require_positive("target_epsilon", target_epsilon)
@@ -78,7 +77,7 @@ def calibrate_release(samples: int, *, target_epsilon: float, target_delta: floa
 
 def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float, guess: float) -> float:
     """Return the smallest sigma with epsilon_at(sigma) <= target_epsilon, or up to SIGMA_TOLERANCE more."""
-    from scipy import optimize  # late: slow to import
+    from scipy import optimize  # slow to import
 
     @cache
     def overspend(log_sigma: float) -> float:
@@ -118,8 +117,8 @@ def steps_for_epsilon(
 ) -> int:
     """Return the largest number of steps of `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, which needs "rdp", the steps of each run. Raises AccountingError for more than MAX_STEPS, and for
-    "gdp".
+    With `search`, which needs "rdp", these are steps of each run. Raises AccountingError for more than MAX_STEPS, and
+    for "gdp".
     """
     require_accountant(accountant)
     _require_upper_bound(accountant)

@@ -51,11 +51,11 @@ MAX_DISTINCT = 64
 MERGE_RATIO = 1.05
 """Ratio of the grid of merged probabilities."""
 GRID_POINTS = 2_000_000
-"""Rough length of the longest grid of privacy losses: seconds, and some 100 MB."""
+"""Rough length of the longest grid: seconds, and some 100 MB."""
 LARGEST_LOSS = 2000.0
-"""Epsilon by "pld", or mu by "gdp", above which epsilon is reported as infinite."""
+"""Epsilon by "pld", or mu by "gdp", above which epsilon is infinite."""
 GAUSSIAN_ERROR = 2.0**-51
-"""Bound on the error of delta of a Gaussian release, a difference of two tails."""
+"""Bound on the error of delta of a Gaussian release."""
 
 ROOT_ERROR = 1e-11
 """Bound on the error of a root of `gdp_epsilon`."""

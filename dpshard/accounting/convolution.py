@@ -65,13 +65,11 @@ class Losses:
     first: int
     masses: Floats
     infinite: float
-    """Mass of an infinite loss."""
     error: float = SINGLE_ERROR
-    """See SINGLE_ERROR."""
 
     @cached_property
     def sketch(self) -> tuple[Floats, Floats]:
-        """Return a few losses and masses of about the same moments, to guide the choice of a tilt."""
+        """Return a few losses and masses of about the same moments."""
         places = np.arange(self.first, self.first + len(self.masses))
         group = np.round(64 * np.arcsinh(places / 64)).astype(np.int64)
         starts = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
@@ -118,7 +116,7 @@ def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tu
 
 
 def epsilon(steps: Steps, delta: float) -> float:
-    """Return an upper bound of epsilon at `delta`; inf if `delta` is below the mass of infinite losses."""
+    """Bound epsilon at `delta`; inf if `delta` is below the mass of infinite losses."""
     lost = sum(count * (losses.infinite + SINGLE_ABSOLUTE) for losses, count in steps)
     if lost >= delta:
         return math.inf
@@ -140,7 +138,6 @@ class _Composed:
     """Masses of the sum of all losses, in a window."""
 
     losses: Floats
-    """Grid points [L]."""
     factors: Floats
     """exp(C - t J) [L]."""
     tilted: Floats
@@ -150,7 +147,6 @@ class _Composed:
     relative: float
     """Bound on the log of the factor by which other rounding lowers delta."""
     above: float
-    """Bound on the mass above the window."""
 
     @cached_property
     def _masses(self) -> Floats:
@@ -161,7 +157,7 @@ class _Composed:
         return np.sqrt(np.cumsum(np.square(self.factors)[::-1])[::-1])
 
     def delta(self, epsilon: float) -> float:
-        """Return an upper bound of delta at `epsilon`, without infinite losses."""
+        """Bound delta at `epsilon`, without infinite losses."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         if start == len(self.losses):
             return self.above
@@ -170,7 +166,6 @@ class _Composed:
 
 
 def _compose(steps: Steps, tilt: float, first: int, length: int, order: float) -> _Composed:
-    """Return the composition on `length` points from `first`."""
     interval = steps[0][0].interval
     gap = _gap(steps[0][0], order)
     log_factor = relative = 0.0
@@ -200,8 +195,6 @@ def _gap(losses: Losses, order: float) -> int:
 
 
 class _Spectrum:
-    """Product of the transforms of masses."""
-
     def __init__(self, length: int) -> None:
         self._length = length
         self._accuracy = 12 * math.log2(length) * _UNIT
@@ -247,12 +240,11 @@ def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
     below = np.geomspace(1e-3, 1e3, 60)
     least = float(np.max((budget - _log_moments(steps, -below)) / below))
     while True:
-        # Masses from above the window wrap into it.
         orders = tilt + min(tilt, 0.02 / interval) * np.geomspace(1e-2, 1e2, 60)
         ends = (_log_moments(steps, orders) - tilt * guess / 2 - budget) / (orders - tilt)
         best = int(np.argmin(ends))
         high = float(ends[best])
-        # Those from below wrap to the top, where the tilt makes them small.
+        # Masses from below wrap to the top, where the tilt makes them small.
         low = least if least > 0 else max(least, min(0.0, high + budget / tilt))
         length = 2 ** max(4, math.ceil(math.log2(max(high - low, interval) / interval + 2)))
         if length <= LONGEST or tilt < _TILTS[0]:
@@ -262,7 +254,7 @@ def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
 
 def _renyi(steps: Steps, delta: float) -> tuple[float, float]:
     """Return the best tilt for Renyi divergences, and about its epsilon."""
-    # The conversion of Canonne, Kamath and Steinke 2020, arXiv:2004.00010, Prop. 12, at order 1 + tilt.
+    # arXiv:2004.00010, Prop. 12, at order 1 + tilt.
     tilts = _TILTS[steps[0][0].interval * _TILTS <= 1]  # a grid is coarse for larger ones
     log_terms = -math.log(delta) - np.log1p(tilts) - tilts * np.log1p(1 / tilts)
     epsilons = (_log_moments(steps, tilts) + log_terms) / tilts

@@ -2,12 +2,12 @@
 
 [Note: Copies of a step share their batch]
 A sample is in all batches of the k releases of a step or in none. It moves k sums with independent noise by at most R
-each. That is one Gaussian mechanism of sensitivity sqrt(k) R. So copies cost one release with the same sampling and
-noise multiplier sigma / sqrt(k). Discrete noise counts k times as many elements. Steps may lie between the copies,
-because interactive mechanisms compose concurrently (Vadhan and Zhang 2023, arXiv:2207.08335).
+each. So they cost one release with the same sampling and noise multiplier sigma / sqrt(k). Discrete noise counts k
+times as many elements. Steps may lie between the copies, because interactive mechanisms compose concurrently (Vadhan
+and Zhang 2023, arXiv:2207.08335).
 
-A script that feeds its own batches may draw another batch. Then the k copies fall into groups with a batch each. The
-i-th largest has at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k copies.
+A script that feeds its own batches may draw another batch. Then the k copies fall into groups with a batch each, the
+i-th largest of at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k copies.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ class Span:
     start: int
     stop: int
     release: Release
-    """Of each step, the same in all its copies."""
     unverified_sampling: bool
     """True if the script drew the batches."""
 
@@ -41,12 +40,12 @@ class Span:
         return self.run == run and self.start <= step < self.stop
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content as plain JSON."""
+        """Return plain JSON."""
         return asdict(self)
 
     @classmethod
     def parse(cls, state: Any) -> Span:
-        """Return the span of a `state_dict()`; raises KeyError, TypeError, ValueError or ConfigurationError."""
+        """Parse a `state_dict()`; raises KeyError, TypeError, ValueError or ConfigurationError."""
         fields = dict(state)
         span = cls(**{**fields, "release": Release(**fields["release"])})
         if not (type(span.start) is int and type(span.stop) is int and 0 <= span.start < span.stop):
@@ -59,7 +58,7 @@ class Span:
 def append(
     spans: list[Span], run: str, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True
 ) -> None:
-    """Add one release to `spans`; `follows`: it may be part of the last span."""
+    """Add a release to `spans`; `follows`: it may be part of the last span."""
     last = spans[-1] if spans else None
     facts = (run, step, release, unverified_sampling)
     if follows and last is not None and facts == (last.run, last.stop, last.release, last.unverified_sampling):

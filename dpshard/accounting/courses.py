@@ -3,23 +3,20 @@
 [Note: Ways to sample]
 docs/accounting.md has the proofs.
 - "poisson": every step draws each sample with probability B / N, and is a release.
-- "fixed-order": a sample is in at most one of any b = floor(N / B) consecutive steps. The run is one Gaussian release.
-- "cyclic-poisson": the samples are in b groups, b the bands of C. Step t draws each sample of group t mod b with
-  probability b B / N. Each of the ceil(T / b) turns is a Poisson-sampled release (arXiv:2306.08153).
-- "balls-in-bins": every sample is in one random step of each epoch. An epoch is a release. With correlated noise it is
-  the same step in all epochs, and the run is one release.
+- "fixed-order": a sample is in at most one of any floor(N / B) consecutive steps. The run is one Gaussian release.
+- "cyclic-poisson": step t draws each sample of group t mod b with probability b B / N, b the bands of C. Each of the
+  ceil(T / b) turns is a Poisson-sampled release (arXiv:2306.08153).
+- "balls-in-bins": every sample is in one random step of each epoch, which is a release. With correlated noise it is the
+  same step in all epochs, and the run is one release.
 
 Neighbours of the last three are zero-out, because a missing sample would move all later ones.
 
 [Note: Branches of a run]
-A run may go back to an earlier state, and continue with other sums. Its steps then are a tree. The noise z of a step
-depends on all sums on its path (step/chain.py), so all z are independent. Let D_n be the sensitivity of the first n
-rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. So the tree is one Gaussian mechanism
-with the root of the sum of D_n squared over the leaves.
-
-A `Span` begins where a release does not follow the last one. So every leaf has at least one, which ends with that leaf
-or later. In cyclic sampling, a window with rows of k spans costs as with sigma / sqrt(k). Window r of a group lies in
-the steps [r b, (r + 2) b).
+A run may go back to an earlier state, and continue with other sums and independent noise. Let D_n be the sensitivity of
+the first n rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. So the tree is one
+Gaussian mechanism with the root of the sum of D_n squared over the leaves. A `Span` begins where a release does not
+follow the last one. So every leaf has one that ends with it or later. In cyclic sampling, a window with rows of k spans
+costs as with sigma / sqrt(k). Window r lies in the steps [r b, (r + 2) b).
 """
 
 from __future__ import annotations
@@ -76,7 +73,6 @@ class FixedOrder:
     """One Gaussian release."""
 
     release: Release
-    """Of the whole run."""
     steps: int
     correlation: Correlation
     separation: int
@@ -110,7 +106,6 @@ class CyclicPoisson:
     """A Poisson-sampled release for every turn of a group."""
 
     release: Release
-    """Of one turn."""
     steps: int
     correlation: Correlation
     open_ended: ClassVar[bool] = False
@@ -203,7 +198,7 @@ def _noise(correlation: Correlation) -> str:
 
 
 def cost_of(spans: Iterable[Span], course: Course | None) -> Counter[Release]:
-    """Return what all `spans` cost, of one or several runs of this course."""
+    """Return what all `spans` cost, of runs of this course."""
     if course is None:
         return total_cost(spans)
     runs: dict[str, list[Span]] = defaultdict(list)

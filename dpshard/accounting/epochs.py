@@ -23,7 +23,6 @@ class BallsInBins:
     """A release for every epoch; a Course."""
 
     release: Release
-    """Of a whole epoch."""
     steps: int
     open_ended: ClassVar[bool] = True
 

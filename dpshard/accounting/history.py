@@ -3,7 +3,7 @@
 [Note: What a step that is taken again costs]
 A keyed digest of step and sums is the identity of a release. To repeat it costs nothing ([Note: Equal sums, equal
 noise] in noise/digest.py). A step with another or forgotten identity is charged ([Note: Copies of a step share their
-batch] in copies.py). Where noise depends on earlier sums, an identity also names its predecessor (step/chain.py).
+batch] in copies.py).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def succeeds(identity: bytes, previous: bytes) -> bool:
 
 
 class History:
-    """The known releases of a run: of the loaded state, and of this process."""
+    """Known releases of a run: of the loaded state, and of this process."""
 
     def __init__(self) -> None:
         self.end = 0
@@ -53,7 +53,7 @@ class History:
         return identity in self._loaded.get(step, ()) or self.is_own(step, identity)
 
     def was_released(self, step: int) -> bool:
-        """Return True if there is any release of `step`."""
+        """Return True if any release of `step` is known."""
         return step < self.end or step in self._own
 
     def is_own(self, step: int, identity: bytes) -> bool:
@@ -87,9 +87,8 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        They are if this process was at this place, and since loaded no state without some of them. Otherwise the
-        state's releases replace those of the last loaded one. Raises CheckpointError, without any change, for a damaged
-        state.
+        They are if this process was at this place, and since loaded no state without some of them. Otherwise they
+        replace those of the last loaded state. Raises CheckpointError, without any change, for a damaged state.
         """
         try:
             place, tip = bytes.fromhex(state["place"]), bytes.fromhex(state.get("tip", ""))

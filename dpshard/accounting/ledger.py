@@ -69,7 +69,7 @@ class PrivacyLedger:
         """Count the release of the next step; only the code that makes it calls this.
 
         `unverified_sampling`: the script drew the batch. `follows`: the release continues the path of the last counted
-        one. Raises AccountingError if the release cannot be analysed.
+        one. Raises AccountingError if it cannot be analysed.
         """
         self.charge(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
         self.steps += 1
@@ -121,8 +121,8 @@ class PrivacyLedger:
     ) -> bool:
         """Return True if epsilon stays within `target_epsilon` after `release` of the next step.
 
-        Any part of a multiset that fits the budget fits, too. So the first call tries all of `plan`, the releases of
-        the run, and most others only compare counters.
+        Any part of a multiset that fits the budget fits, too. So most calls only compare counters with `plan`, all
+        releases of the run.
         """
         budget = (target_epsilon, target_delta)
         if self._course is not None:
@@ -146,7 +146,7 @@ class PrivacyLedger:
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
     def _allows_spans(self, spans: list[Span], target_epsilon: float, target_delta: float, course: Course) -> bool:
-        """Try `spans` with the rest of the plan, which is cached, before `spans` as they are."""
+        """Try `spans` with the rest of the plan, which is cached, before `spans`."""
         finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, course.steps))]
         costs = (tuple((self._earlier + cost_of(each, course)).items()) for each in (finished, spans))
         return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
@@ -190,11 +190,11 @@ class PrivacyLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the content as plain JSON, without the accountant."""
+        """Return plain JSON, without the accountant."""
         return {"run": self.run, "steps": self.steps, "spans": [span.state_dict() for span in self._spans]}
 
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:
-        """Go to the step of a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
+        """Load a `state_dict()`. Raises CheckpointError, without any change, if it is damaged.
 
         Releases recorded here stay counted. `visited`: all releases of the state are counted already.
         """

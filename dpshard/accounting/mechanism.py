@@ -31,23 +31,23 @@ INDEPENDENT = BandedInverse(bands=1)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SampledMechanism:
-    """Noisy sums over the batches of a schedule: what determines epsilon."""
+    """Noisy sums over the batches of a schedule."""
 
     noise_multiplier: float = math.nan
     """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration.
 
-    Of correlated noise, that of the independent z over `max_grad_norm` times `sensitivity`.
+    Of correlated noise, that of z over `max_grad_norm` times `sensitivity`.
     """
     schedule: BatchSchedule
     """Logical batch sizes: expected, or in a fixed order exact."""
     sample_size: int
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None."""
+    """Cap of a Poisson batch, or None."""
     quantile_counts: int = 0
     """Groups that release a count of unclipped samples at every step."""
     discretized_elements: int | None = None
-    """Elements rounded to the grid of discrete Gaussian noise; None for Gaussian noise."""
+    """Elements rounded to the grid of discrete Gaussian noise, or None."""
     earlier: Counts = ()
     """Releases about the same samples before the run, which epsilon covers."""
     sampling: SamplingName = "poisson"
@@ -109,7 +109,7 @@ class SampledMechanism:
 
     @property
     def error(self) -> float:
-        """Root mean square noise in the sums of the workload, in units of max_grad_norm."""
+        """Root mean square noise in the sums of the workload, over max_grad_norm."""
         return self.noise_multiplier * self.sensitivity * self.workload.error(self.correlation.noising(self._steps))
 
     @property
@@ -151,7 +151,7 @@ class SampledMechanism:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MechanismOfUnits(SampledMechanism):
-    """Samples are drawn one by one; a unit of privacy has several."""
+    """A mechanism of single samples, where a unit of privacy has several."""
 
     max_rows_per_unit: int
     """Samples of one unit, at most."""
@@ -173,15 +173,14 @@ class Mechanism(SampledMechanism):
     """All that determines the privacy guarantee and its report."""
 
     max_grad_norm: float
-    """L2 sensitivity of the clipped sum to one sample: sqrt(sum of R_m squared) over the groups. Adaptive thresholds
-    begin with it.
+    """L2 sensitivity of the clipped sum, sqrt(sum of R_m squared) over the groups. Adaptive thresholds begin with it.
     """
     clipping_fn: str
     """`repr` of the clipping function."""
     clipping_groups: tuple[tuple[str, ...], ...]
-    """Parameter names of the M clipping groups, each with first threshold max_grad_norm / sqrt(M)."""
+    """Parameter names of the M clipping groups; each starts with the threshold max_grad_norm / sqrt(M)."""
     adaptive_clipping: str | None
-    """`repr` of the rule for adaptive thresholds, or None."""
+    """`repr` of the rule for thresholds, or None."""
     loss_reduction: LossReduction
     """How the loss reduces the rows of a micro-batch."""
     rows_per_unit: int = 1
@@ -189,7 +188,9 @@ class Mechanism(SampledMechanism):
     secure: bool
     """True for secure noise; a replay must use the same."""
     accountant: AccountantName
+    """Accountant of epsilon."""
     target_delta: float
+    """Delta of the reported epsilon."""
     target_epsilon: float | None
     """Budget at which the run stops, or None."""
 

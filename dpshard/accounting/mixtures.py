@@ -2,17 +2,16 @@
 
 [Note: Units of several samples]
 A step draws every sample with probability q, independently; a unit has at most G samples. In units of R, Q = N(0,
-sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both directions:
-- norms may replace vectors (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7);
-- a distribution of larger k gives no smaller divergence (ibid., Lemma 4.5). This covers smaller units, and mass that is
-  moved to a larger k.
+sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both directions. Norms may replace vectors
+(Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7). A distribution of larger k gives no smaller divergence (ibid.,
+Lemma 4.5). This covers smaller units, and mass that is moved to a larger k.
 
 [Note: An inexact edge]
 Delta at eps is P(x > t) - e^eps Q(x > t), if the loss at t is eps. The other direction is alike. dp-accounting finds t
 up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by at most G / sigma^2 a unit
 of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The density of a normal is at most z + 1
 times its tail at z >= 0. Up to 10 sigma beyond all means, that is at most (G + 12 sigma) / sigma^2 times the mass
-above. Beyond, the mass is below SINGLE_ABSOLUTE. And if np.isclose takes eps for the loss of an undrawn unit, t is
+above. Beyond, the mass is below SINGLE_ABSOLUTE. If np.isclose takes eps for the loss of an undrawn unit, t is
 infinite. Then delta lacks at most their difference, times the mass.
 """
 
@@ -28,7 +27,6 @@ from scipy import stats
 from dpshard.accounting.releases import Counts, Release
 
 PRECISION = 1e-6
-"""Precision of inverse losses."""
 RARE = 1e-30
 """Probability below which a number of drawn samples counts as all G."""
 
@@ -54,7 +52,7 @@ def losses(release: Release, interval: float) -> PrivacyLossDistribution:
 
 
 def error(release: Release, interval: float) -> float:
-    """Bound what delta of a step lacks over the mass of losses above; see [Note: An inexact edge]."""
+    """Bound what delta of a step lacks over the mass of losses above."""
     G, q, sigma = release.max_rows_per_unit, release.sampling_probability, release.noise_multiplier
     edge = PRECISION**2 / 2 * (G / sigma**2) * (G + 12 * sigma) / sigma**2
     if q == 1:
@@ -75,7 +73,7 @@ def interval(counts: Counts, delta: float) -> float:
 
 
 def _deviation(release: Release, rare: float) -> float:
-    """Return the standard deviation of the loss in leading order: sqrt(E[exp(k k' / sigma^2)] - 1) of two draws."""
+    """Return the standard deviation of the loss, in leading order: sqrt(E[exp(k k' / sigma^2)] - 1) of two draws."""
     G, q = release.max_rows_per_unit, release.sampling_probability
     drawn = np.arange(1 + int(stats.binom.isf(rare, G, q)))
     probabilities = stats.binom.pmf(drawn, G, q)

@@ -2,9 +2,9 @@
 
 [Note: Releases and relations]
 Composition ignores the order of steps, so a run is a multiset of releases. Neighbouring data sets have the same N
-samples, but one contributes zero in one of them (zero-out at fixed N). Two relations of dp-accounting cover this:
-- Without a cap, add-or-remove-one: a missing sample and one that contributes zero release the same.
-- With a cap, replace-special: a removed sample gives its slot to another one, which moves the sum by 2 R.
+samples, but one contributes zero in one of them (zero-out at fixed N). Without a cap, a missing sample and one that
+contributes zero release the same, so dp-accounting's add-or-remove-one covers this. With a cap, a removed sample gives
+its slot to another one. That moves the sum by 2 R; replace-special covers it.
 
 [Note: The price of a grid]
 The grid of discrete Gaussian noise, of standard deviation s = 2^24 steps, has steps of sigma R / s. With rounding, sums
@@ -25,12 +25,12 @@ from dpshard.errors import ConfigurationError
 from dpshard.noise import LOG2_STD
 
 Counts = tuple[tuple["Release", int], ...]
-"""Distinct releases, each with its positive count."""
+"""Distinct releases and their counts."""
 Relation = Literal["add-or-remove-one", "replace-special"]
 """See [Note: Releases and relations]."""
 
 SIMULATION_FAILURE = 1e-12
-"""Probability that the simulation of a release fails, a part of delta."""
+"""Probability that a simulation fails, a part of delta."""
 ROUNDING = 1 + 2.0**-5
 """See [Note: Noise on a grid] in noise/keyed.py."""
 
@@ -46,22 +46,22 @@ class Release:
     sample_size: int
     """Number of samples of the data set."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None."""
+    """Cap of a Poisson batch, or None."""
     quantile_counts: int = 0
     """Groups that release a count of unclipped samples. Sum and counts form one Gaussian mechanism of this noise
     multiplier.
     """
     discretized_elements: int | None = None
-    """Elements rounded to the grid of discrete Gaussian noise; None for Gaussian noise."""
+    """Elements rounded to the grid of discrete Gaussian noise, or None."""
     max_rows_per_unit: int = 1
-    """Samples of a unit of privacy, at most; see [Note: Units of several samples] in mixtures.py."""
+    """Samples of a unit of privacy, at most ([Note: Units of several samples] in mixtures.py)."""
     allocated_steps: int | None = None
-    """The sums are the first n steps of an epoch of T, with n / T = `sampling_probability`. Each sample is in one
-    random step of the epoch ([Note: The pair of random allocation] in allocation.py).
+    """The sums are the first n steps of an epoch of T, with n / T = `sampling_probability` ([Note: The pair of random
+    allocation] in allocation.py).
     """
     overlaps: tuple[float, ...] | None = None
-    """[T // 2 + 1], beginning with 1, for a whole run with correlated noise ([Note: Bins on a circle] in
-    simulation.py). Each sample is in the same step of all epochs of `allocated_steps` = T steps.
+    """[T // 2 + 1], beginning with 1, for a run with correlated noise and epochs of T steps ([Note: Bins on a circle]
+    in simulation.py).
     """
 
     def __post_init__(self) -> None:
@@ -99,7 +99,7 @@ class Release:
     def loss_deviation(self) -> float:
         """Standard deviation of the privacy loss, in leading order: q sqrt(e^(1/sigma^2) - 1).
 
-        Its root sum of squares over the steps is the mu of the central limit (Bu et al. 2020, arXiv:1911.11607).
+        Its root sum of squares over the steps is the mu of the central limit (arXiv:1911.11607).
         """
         inverse_variance = self.noise_multiplier**-2 if self.noise_multiplier > 0.04 else math.inf
         return math.sqrt(self.sampled_variance * math.expm1(inverse_variance))
@@ -124,7 +124,7 @@ def relation_of(releases: Iterable[Release]) -> Relation:
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """Return `value` rounded up to `digits` decimals, or a small one to `digits` figures: 3e-11 is "3.000e-11"."""
+    """Return `value` rounded up to `digits` decimals, or a small one to `digits` figures."""
     if not math.isfinite(value):
         return "infinity (not private)"
     if value <= 0:

@@ -3,7 +3,7 @@
 [Note: From epsilon and delta to odds]
 The attacker knows all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
 the outcome is in a set S. (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S))
-+ delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383, Prop. 6).
++ delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383).
 
 [Note: Belief has a rarer bound]
 (epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. Let the privacy loss L be the
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 DELTAS = tuple(float(delta) for delta in np.geomspace(1e-4, 0.5, 10))
 """Deltas at which `profile` asks for epsilon."""
 HALVINGS = 9
-"""Further deltas, which approach the one at which epsilon is 0, within 1/512."""
+"""Further deltas, which approach the one at which epsilon is 0."""
 
 
 def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
@@ -55,13 +55,13 @@ def rarely_above(epsilon: float) -> float:
 def mostly_below(pairs: Sequence[Pair], exception: float = 0.05) -> float:
     """Return a privacy loss that a result exceeds with a probability of at most `exception`.
 
-    The least epsilon - ln(1 - delta / exception) of the pairs; infinite if every delta is at least `exception`.
+    The least epsilon - ln(1 - delta / exception) of the pairs, or infinity.
     """
     return min((e - math.log1p(-delta / exception) for e, delta in pairs if delta < exception), default=math.inf)
 
 
 def belief(loss: float, prior: float = 0.5) -> float:
-    """Return the belief that a record is present after a result of privacy `loss`, from the belief `prior` before.
+    """Return the belief that a record is present after a result of privacy `loss`.
 
     Bayes' rule: prior e^loss / (prior e^loss + 1 - prior).
     """
@@ -69,10 +69,9 @@ def belief(loss: float, prior: float = 0.5) -> float:
 
 
 def right_guesses(pairs: Sequence[Pair]) -> float:
-    """Return the largest probability to guess right whether a record is present, if both are equally likely.
+    """Return the largest probability to guess right whether a record is present, at even odds.
 
-    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs; Kairouz, Oh and Viswanath 2015, arXiv:1311.0776, Eq.
-    5.
+    The least (e^epsilon + delta) / (1 + e^epsilon) of the pairs; Kairouz et al. 2015, arXiv:1311.0776, Eq. 5.
     """
     return min(1.0, *(1 - (1 - delta) / (1 + _exp(epsilon)) for epsilon, delta in pairs))
 

@@ -1,8 +1,7 @@
 """Private choice among runs: a secret random number of runs, and only the best is published.
 
-Draw the number of runs from a distribution below, and the settings of each run at random. Then the outcome costs a few
-times one run; Papernot & Steinke 2022, arXiv:2110.03620. If settings change the releases, a run is a mixture, and costs
-as much as its worst candidate.
+Draw the settings of each run at random, too. Then the outcome costs a few times one run (Papernot & Steinke 2022,
+arXiv:2110.03620). If settings change the releases, a run is a mixture, and costs as much as its worst candidate.
 """
 
 from __future__ import annotations
@@ -25,9 +24,9 @@ class Search:
     mean_runs: float
     """Expected number of runs, above 1; for "poisson", at least 1."""
     distribution: RunsDistribution = "geometric"
-    """Distribution of the number of runs. A Poisson number may be 0; then nothing is published."""
+    """A Poisson number of runs may be 0; then nothing is published."""
     others: tuple[Counts, ...] = ()
-    """Releases of all other settings that a run may draw, as of `SampledMechanism.releases`."""
+    """Releases of all other settings that a run may draw."""
 
     def __post_init__(self) -> None:
         require_choice("search distribution", self.distribution, get_args(RunsDistribution))

@@ -6,7 +6,7 @@ docs/accounting.md has the proofs (Choquette-Choo et al. 2024, arXiv:2410.06266,
 A sample of bin i takes part at the steps i, i + T, ...; i is uniform. Let u_t(i) be the sum of |c_{t-s}| over its steps
 s <= t. In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which adds u_t(i) to row t. Let K_ij be the sum over
 t of u_t(i) u_t(j). A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2. By Kahane's inequality,
-means of convex functions of A rise with every K_ij. A tree of k branches has at most k K: sigma / sqrt(k).
+means of convex functions of A rise with K. k branches have at most k K: sigma / sqrt(k).
 
 [Note: Bins on a circle]
 Let the rows be a circle of E T >= steps, where the columns of |C| run on at the beginning. That only adds to K, and
@@ -14,13 +14,12 @@ K'_ij depends on i - j mod T only. `overlaps` are K'_d / K'_0, rounded up; `cour
 What the matrix then lacks to be a covariance is added to its diagonal.
 
 [Note: What a simulation shows]
-Draw N values of the loss, log A under P' with i = 0, or -log A under Q'. In standard normals, log A has a gradient of
-norm at most l = root of K'_0 / sigma. So P(loss > t) <= 1 - Phi(a) implies P(loss > t + s) <= 1 - Phi(a + s / l)
-(Borell 1975). Let t be the k-th largest draw. The mass above it is Beta(k, N - k + 1), and exceeds its quantile p with
-probability `failure` only.
+Draw the loss, log A under P' with i = 0, or -log A under Q'. In standard normals, log A has a gradient of norm at most
+l = root of K'_0 / sigma. So P(loss > t) <= 1 - Phi(a) implies P(loss > t + s) <= 1 - Phi(a + s / l) (Borell 1975). The
+mass above the k-th largest of N draws is Beta(k, N - k + 1), and exceeds its quantile with probability `failure` only.
 
-SIMULATION_FAILURE covers both directions, all RANKS, and every sigma of a grid with ratio RATIO. Sigma is rounded down
-to it, so it may be chosen by the same draws.
+SIMULATION_FAILURE covers both directions, all RANKS, and every sigma of a grid, to which sigma is rounded down. So
+sigma may be chosen by the same draws.
 """
 
 from __future__ import annotations
@@ -43,11 +42,11 @@ Numbers = NDArray[np.float64]
 SEED = 20
 """Fixed, so that all agree on epsilon."""
 DRAWS, NORMALS = 2**18, 2**26
-"""Draws at most, and normals that they take at most."""
+"""Draws and their normals, at most."""
 AT_ONCE = 2**19
 """Normals in memory at once."""
 RANKS = (30, 100, 300, 1000, 3000, 10_000)
-"""Ranks k of draws from which the tail is continued; the best counts."""
+"""Ranks k of draws from which the tail is continued."""
 RATIO, SIGMAS = 1.001, 20_000
 """Ratio of the grid of sigma, and a bound on its points between 1e-3 and 1e5."""
 ERROR = 1e-9

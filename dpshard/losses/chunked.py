@@ -30,11 +30,11 @@ def chunked_cross_entropy(
 
     Shapes: `hidden` [B, T, D] with `labels` [B, T], or other dimensions between B and D. `weight` is [V, D], V > 1,
     `bias` [V]. Losses are float32 or wider. No logits [B, T, V] exist: a chunk has `chunk_size` classes, by default
-    some 4 million logits. Backward repeats the product of the head once, if the weight is trainable.
+    some 4 million logits.
 
-    `per`: "sample-mean" and "sample-sum" as in `sample_losses`. "token" returns the loss of every position, 0 where the
-    label is `ignore_index`. `reduction` "mean" returns the mean over samples or positions. With `softcap` c, logits are
-    c tanh(logits / c), as with `final_logit_softcapping` of Gemma 2 and VaultGemma.
+    `per`: see `sample_losses`; "token" returns the loss of every position, 0 where the label is `ignore_index`.
+    `reduction` "mean" returns the mean over samples or positions. With `softcap` c, logits are c tanh(logits / c), as
+    with `final_logit_softcapping` of Gemma 2 and VaultGemma.
 
     Call it in the model's forward, because an engine does not see what happens outside. Works without an engine, too.
     Raises ConfigurationError for other shapes, and DataError for a label that is no class. On a GPU such a label gives

@@ -8,8 +8,7 @@ exp(l_tv - m) over v != y. Then the gradient of position t's loss by its logits 
 
 rho_t is exact to a few roundings; a difference of softmax and one-hot label would cancel. m and S change with each
 chunk, so all sums are rescaled (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c makes l = c tanh(z / c) of the
-product z. It multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1. One product with the head gives the losses, the
-gradient of the input, and <rho_t, rho_s> for per-sample norms. Gradients of the head repeat it.
+product z. It multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ class Head:
     dtype: torch.dtype
     """Of products: autocast's, or that of the input."""
     chunk: int
-    """Classes at a time."""
     softcap: float | None = None
     """c, or None."""
     versions: tuple[int, ...] | None = None
-    """Of weight and bias in forward, because gradients need the same logits again; None: not compared."""
+    """Of weight and bias in forward, because gradients need the same logits; None: not compared."""
 
     def chunks(self) -> Iterator[slice]:
         """Yield the chunks of classes."""
@@ -108,11 +106,11 @@ class Positions:
     total: Tensor
     """[B, T]: S"""
     pulled: Tensor | None
-    """[B, T, D]: sum_v rho_tv weight_v; u_t times this is the gradient of the input"""
+    """[B, T, D]: sum_v rho_tv weight_v"""
     gram: Tensor | None
     """[B, T, T]: <rho_t, rho_s>"""
     label_slope: Tensor | None = None
-    """[B, T]: slope of the cap at the label's logit, or None"""
+    """[B, T]: slope of the cap at the label, or None"""
 
     @property
     def loss(self) -> Tensor:
@@ -156,8 +154,8 @@ def positions_of(
 ) -> Positions:
     """Read the head once, for `hidden` [B, T, D] and labels [B, T].
 
-    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T]; None: no Gram matrix. A
-    label that is no class has a loss and a gradient of NaN; on a CPU it raises DataError.
+    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T], or None. A label that is no
+    class has a loss and a gradient of NaN; on a CPU it raises DataError.
     """
     _refuse_other_labels(labels, len(head.weight))
     dtype = wide(hidden.new_empty(0)).dtype
@@ -174,7 +172,7 @@ def positions_of(
             at.label_slope = slope if at.label_slope is None else torch.where(own.any, slope, at.label_slope)
         logits.scatter_(2, own.index, logits.gather(2, own.index).masked_fill(own.any[..., None], -torch.inf))
         top = torch.maximum(at.top, logits.amax(2))
-        # A chunk of only the label, or of classes that the bias rules out, has nothing to add.
+        # A chunk of only the label, or of classes that the bias rules out, adds nothing.
         base = top.masked_fill(top == -torch.inf, 0)
         shrink = torch.exp(at.top - base)
         weights = logits.sub_(base[..., None]).exp_()

@@ -21,9 +21,9 @@ def sample_losses(
     """Return the cross-entropy [B] of each sample, float32 or wider.
 
     Shapes: `logits` [B, T, C] with `labels` [B, T], or other dimensions between B and C. Positions with label
-    `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the sample; a sample
-    without any has loss 0. "sample-sum" does not divide. `F.cross_entropy` would divide by the tokens of the
-    micro-batch. Then a sample's gradient would depend on other samples, and the noise does not cover that.
+    `ignore_index` do not count. "sample-mean" divides by the number of counted positions of the sample, if any;
+    "sample-sum" does not. `F.cross_entropy` would divide by the tokens of the micro-batch. Then a sample's gradient
+    would depend on other samples, which the noise does not cover.
 
     For a causal language model, pass `logits[:, :-1]` and `ids[:, 1:]`. Call backward() on the mean over the samples,
     or on the sum with `PrivacyEngine(loss_reduction="sum")`. Raises ConfigurationError for other shapes.
@@ -50,11 +50,9 @@ def packed_cross_entropy(
 
     Shapes: `logits` [R, T, C], `labels` and `unit_ids` [R, T], with the units 0, 1, ... and -1 for padding; R = 1 may
     be left out. `causal`: each token predicts the next one's label within its unit; otherwise its own. `units` is the
-    public number of units of a micro-batch: `micro_batch_size` of `engine.batches`. Call backward() on the mean, which
-    divides by `units`, or on the sum with `PrivacyEngine(loss_reduction="sum")`. A mean over tokens would make a unit's
-    gradient depend on the others.
-
-    Raises ConfigurationError for other shapes.
+    `micro_batch_size` of `engine.batches`, which is public. Call backward() on the mean, or on the sum with
+    `PrivacyEngine(loss_reduction="sum")`. A mean over tokens would make a unit's gradient depend on the others. Raises
+    ConfigurationError for other shapes.
     """
     logits = logits[None] if logits.dim() == 2 else logits
     labels, unit_ids = (x[None] if x.dim() == 1 else x for x in (labels, unit_ids))
@@ -71,6 +69,6 @@ def packed_cross_entropy(
     wide = logits.float() if logits.element_size() < 4 else logits
     targets = labels.masked_fill(~counted, ignore_index)
     losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignore_index)
-    place = torch.where(counted, unit_ids, units).flatten()  # the last sum is dropped
+    place = torch.where(counted, unit_ids, units).flatten()
     totals, counts = (x.new_zeros(units + 1).index_add(0, place, x)[:units] for x in (losses, torch.ones_like(losses)))
     return totals / counts.clamp(min=1)

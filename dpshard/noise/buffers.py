@@ -1,12 +1,11 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
 [Note: Vectors kept] The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the
-last b - 1 vectors y of the rank's shards, and the key of the newest. A key identifies the path to its step ([Note: A
-chain of sums] in step/chain.py). If it is not that of the step before, the ring runs through all steps again. So
-buffers are never saved, and fit any mesh.
+last b - 1 vectors y of the rank's shards. The key of the newest identifies the path to its step. On another path, the
+ring runs through all steps again. So buffers are never saved, and fit any mesh.
 
-Vectors have the dtype of the shard, and float64 for secure noise. They round otherwise than vectors drawn again. The
-difference would show the rounding of the noise, so both must never have one key.
+They round otherwise than vectors drawn again. The difference would show the rounding of the noise, so both must never
+have one key.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 
 
 class NoiseBuffers:
-    """The rings of a rank for `coefficients` c_0 = 1, ..., c_{b-1}; see [Note: Vectors kept]."""
+    """The rings of a rank for `coefficients` c_0 = 1, ..., c_{b-1}."""
 
     def __init__(self, coefficients: Sequence[float]) -> None:
         self._coefficients = tuple(coefficients)
@@ -38,7 +37,7 @@ class NoiseBuffers:
         self._rings = {key: ring for key, ring in self._rings.items() if ring.link in links[-2:]}
 
     def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
-        """Return y of the last of `links`, the keys of all steps, each [n], for shards of one dtype and device."""
+        """Return y [n] of each shard for the last of `links`, the keys of all steps."""
         key = tuple(
             (shard.name, shard.start, shard.run, shard.stride, shard.local.shape, shard.local.dtype, shard.local.device)
             for shard in shards
@@ -51,7 +50,7 @@ class NoiseBuffers:
 
 
 class _Ring:
-    """The last vectors y of some shards; that of step s is row s modulo their number."""
+    """Vectors y of some shards; that of step s is row s modulo their number."""
 
     def __init__(self, shards: Sequence[SumShard], coefficients: tuple[float, ...], *, secure: bool) -> None:
         like = shards[0].local
@@ -97,7 +96,7 @@ class _Ring:
 
 @dataclass(frozen=True)
 class BufferedGaussian(KeyedGaussian):
-    """Noise y of the last of `links`, the keys of all steps; see [Note: Vectors kept]."""
+    """Noise y of the last of `links`, the keys of all steps."""
 
     links: tuple[bytes, ...] = field(default=(), repr=False)
     buffers: NoiseBuffers = field(default_factory=lambda: NoiseBuffers((1.0,)), repr=False)
@@ -130,7 +129,7 @@ class BufferedGaussian(KeyedGaussian):
 
 
 def _pieces(shards: Sequence[SumShard]) -> Iterator[tuple[int, list[SumShard]]]:
-    """Yield groups of about BLOCK elements of shards cut between blocks, each with the place of its first element."""
+    """Yield groups of about BLOCK elements of shards cut between blocks, and their places."""
     group: list[SumShard] = []
     lo = at = 0
     for shard in shards:

@@ -1,18 +1,15 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 [Note: A run as one Gaussian mechanism]
-Step t releases y_t = s_t + sum over j of w_j z_{t-j}, for the clipped sum s_t and independent noise z_t. In matrices, Y
-= S + W Z = W (C S + Z). W and its inverse C are lower triangular and Toeplitz, with w_0 = 1. So C S + Z is a Gaussian
-mechanism, also if sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
+Step t releases y_t = s_t + sum over j of w_j z_{t-j}, for the clipped sum s_t and independent noise z_t. So Y = S + W Z
+= W (C S + Z), where W and its inverse C are lower triangular and Toeplitz. C S + Z is a Gaussian mechanism, also if
+sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 [Note: The sensitivity of a strategy]
 A sample takes part at steps at least b apart, with contributions of norm at most R. Let e_n be the largest |c_m| with m
->= n, and E the Toeplitz matrix of e. The sample moves C S by at most
-
-    R |E_0 + E_b + E_{2b} + ...|, with all columns of T steps.
-
-docs/accounting.md has the proof. The same holds for only the first n rows: of e for T steps, take these rows of the
-sum. If c_n = 0 for n >= b, columns at a distance of b are orthogonal, and |C_t| falls with t. Then C may replace E.
+>= n, and E the Toeplitz matrix of e. The sample moves C S by at most R |E_0 + E_b + E_{2b} + ...|; docs/accounting.md
+has the proof. The first n rows move by at most these rows of the sum, of e for all steps. If c_n = 0 for n >= b,
+columns at a distance of b are orthogonal, so C may replace E.
 """
 
 from __future__ import annotations
@@ -30,15 +27,15 @@ from dpshard.noise.workloads import Series, Workload, inverse, moved, never_risi
 
 PREFIX_SUMS = Workload()
 LARGEST_WEIGHT = 2.0**20
-"""Largest weight of noise. The rounding of larger ones moves C by more than about 1e-9."""
+"""Largest weight of noise. Rounding larger ones moves C by more than about 1e-9."""
 
 
 class Correlation(Protocol):
-    """Correlated noise. Guarantee: `noising` and `strategy` are inverse Toeplitz matrices, and both begin with 1."""
+    """Guarantee: `noising` and `strategy` are inverse Toeplitz matrices, and both begin with 1."""
 
     @property
     def bands(self) -> int:
-        """Number of non-zero coefficients of `noising` or of `strategy`."""
+        """Non-zero coefficients of one of the two."""
         ...
 
     def noising(self, steps: int) -> Series:
@@ -46,7 +43,7 @@ class Correlation(Protocol):
         ...
 
     def strategy(self, steps: int) -> Series:
-        """First column c [T] of C, whose sensitivity accounting charges."""
+        """First column c [T] of C."""
         ...
 
 
@@ -63,7 +60,7 @@ class BandedInverse:
     coefficients: tuple[float, ...] | None = None
     """Weights w_0 = 1, ..., w_{p-1}; None for the default."""
     workload: Workload | None = None
-    """Sums for which weights minimise the noise; None for BISR."""
+    """Sums for which weights minimise the noise, or None."""
 
     def __post_init__(self) -> None:
         _require_bands(self)
@@ -86,7 +83,7 @@ class BandedInverse:
 class BandMF:
     """Noise C^-1 z for a Toeplitz matrix C with b bands; McKenna et al. 2024, arXiv:2405.15913.
 
-    By default, coefficients minimise the error of prefix sums over the run, for one participation.
+    By default, coefficients minimise the error of prefix sums, for one participation.
     """
 
     bands: int
@@ -94,10 +91,9 @@ class BandMF:
     coefficients: tuple[float, ...] | None = None
     """Diagonals c_0 = 1, ..., c_{b-1} of C; None for the default."""
     workload: Workload | None = None
-    """Sums for which coefficients minimise the noise; None for the default."""
+    """Sums for which coefficients minimise the noise, or None."""
     buffers: bool = False
-    """Keep the last b - 1 noise vectors of the rank's shards, and draw one a step. Otherwise draw those of all steps.
-    """
+    """Keep the last b - 1 noise vectors of the rank's shards. Otherwise draw those of all steps again."""
 
     def __post_init__(self) -> None:
         _require_bands(self)
@@ -108,7 +104,7 @@ class BandMF:
         return _shown(self)
 
     def noising(self, steps: int) -> Series:
-        """Weights [steps], in general all non-zero."""
+        """Weights [steps]."""
         return inverse(self.strategy(steps), steps)
 
     def strategy(self, steps: int) -> Series:
@@ -121,7 +117,7 @@ class BandMF:
 
 @lru_cache(maxsize=16)
 def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
-    """Return `correlation` with its coefficients for a run of `steps` steps; see `sensitivity` for `separation`.
+    """Return `correlation` with its coefficients for a run; see `sensitivity` for `separation`.
 
     Raises ConfigurationError for noise that grows from step to step.
     """
@@ -153,14 +149,14 @@ def _supported(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse
 def sensitivity(strategy: Series, *, separation: int) -> float:
     """Bound how far one sample moves C S, if its contributions of norm 1 are at least `separation` steps apart.
 
-    Raises ConfigurationError if the strategy overflows. See [Note: The sensitivity of a strategy].
+    Raises ConfigurationError if the strategy overflows.
     """
     return float(_bounds(strategy, separation)[-1])
 
 
 @lru_cache(maxsize=16)
 def sensitivities(correlation: Correlation, steps: int, separation: int) -> Series:
-    """Return `sensitivity` of the first n rows of C S, for n = 1, ..., `steps`."""
+    """Return `sensitivity` of the first n rows of C S, n = 1, ..., `steps`."""
     return _bounds(correlation.strategy(steps), separation)
 
 

@@ -11,16 +11,16 @@ arXiv:2004.00010). Rejection samples it in array order (Karney 2016, arXiv:1303.
 
 For 0 <= a < 1, toss coins of probability a, a / 2, a / 3, ... until one fails. The number of successes is even with
 probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are
-below n with probability a. A coin of probability a / i also needs one of i equal chances. Nothing is rounded.
+below n with probability a. A coin of probability a / i also needs one of i equal chances.
 
 [Note: Cells by inversion]
 Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -
-1) and C(k). `decimal` gives any number of bits of C(k). Usually the first 64 bits of U decide; if they equal those of a
-C(k), more bits do.
+1) and C(k). `decimal` gives any number of bits of C(k). If the first 64 bits of U equal those of a C(k), more bits
+decide.
 
 [Note: Overflow]
-Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64, and places are below h. So a < (2 k + 1) / 512
-< 1, and j (2 k h + j) < 2 s^2 = 2^49, far within an int64. Python's integers decide about other candidates.
+Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64. So a < (2 k + 1) / 512 < 1, and j (2 k h + j)
+< 2 s^2 = 2^49. Python's integers decide about other candidates.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ _LOOKUP = 12
 
 @dataclass(frozen=True, slots=True)
 class DiscreteGaussian:
-    """The distribution, cut into cells; see [Note: The discrete Gaussian]."""
+    """The distribution, cut into cells."""
 
     log2_std: int = LOG2_STD
-    """Log2 of s, at most 30 ([Note: Overflow])."""
+    """Log2 of s, at most 30."""
     log2_cells: int = 4
-    """Log2 of the cells per s, from 4 ([Note: Overflow]) to log2_std."""
+    """Log2 of the cells per s, from 4 to log2_std."""
     word: int = WORD
-    """Number of bits of U that decide in arrays, at most WORD."""
+    """Bits of U that decide in arrays, at most WORD."""
 
     def sample(self, n: int, source: RandomSource) -> NDArray[np.int64]:
         """Return `n` independent integers, a function of the key of `source` and of `n`."""
@@ -78,7 +78,7 @@ class DiscreteGaussian:
         return y[accepted]
 
     def _candidate(self, uniform: int, place: int, source: RandomSource) -> tuple[int, bool]:
-        """Return the magnitude and acceptance of a candidate whose cell `uniform`, the first bits of U, leaves open."""
+        """Decide a candidate whose cell `uniform`, the first bits of U, leaves open."""
         bits = self.word
         while True:
             uniform, bits = uniform << WORD | int(source.words(1)[0]), bits + WORD
@@ -133,7 +133,7 @@ def _one_in(i: int, n: int, source: RandomSource) -> NDArray[np.bool_]:
 
 
 def _cells(uniform: NDArray[np.uint64], log2_cells: int, word: int) -> NDArray[np.int64]:
-    """Return the cells [n] of numbers that begin with the bits `uniform` [n]; -1 if several can."""
+    """Return the cells [n] of numbers that begin with the bits `uniform`; -1 if several can."""
     lookup, thresholds = _lookup(log2_cells, word)
     cells = lookup[(uniform >> np.uint64(max(0, word - _LOOKUP))).view(np.int64)]
     unknown = np.flatnonzero(cells < 0)

@@ -15,16 +15,16 @@ from dpshard.kernels import native
 from dpshard.randomness import UNIT, derive_key, first_bytes
 
 _TOGETHER = 2**20
-"""Bytes of random streams per batch of short pieces: as many as fit the cache."""
+"""Bytes of random streams per batch: as many as fit the cache."""
 
 
 class Block(NamedTuple):
-    """The part of a shard in one block of a flattened parameter."""
+    """The part of a shard in one block of a parameter."""
 
     name: str
     number: int
     lo: int
-    """Position of the first element in the block."""
+    """Place of the first element in the block."""
     part: Tensor
     """Contiguous, any shape, at least one element."""
 
@@ -35,24 +35,24 @@ class Block(NamedTuple):
 
 
 class LongPiece(NamedTuple):
-    """The rest of a block that needs several stretches of its stream."""
+    """The rest of a block, of several stretches of its stream."""
 
     block: int
     first: int
     lo: int
-    """Position in the stream of the key."""
+    """Place in the stream of the key."""
     end: int
 
 
 class Pieces(NamedTuple):
-    """A plan for the noise of some blocks, for any keys and values."""
+    """A plan for the noise of some blocks."""
 
     short: NDArray[np.int64]
     """Rows of native.release_pieces_, in the order of the blocks."""
     of_rest: tuple[bool, ...]
-    """Of each: whether its key is that of the rest of the block."""
+    """Whether the key of each is that of the rest of the block."""
     sizes: tuple[int, ...]
-    """Bytes that each needs of a stream."""
+    """Bytes of a stream for each."""
     long: tuple[LongPiece, ...]
 
 
@@ -100,7 +100,7 @@ def release_short_(
 ) -> None:
     """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
-    Every piece has equally many successive `keys`; its noise is the scaled sum of their normals, float64 if `wide`.
+    Noise is the scaled sum of normals of the successive `keys` of each piece, float64 if `wide`.
     """
     if not keys:
         return
@@ -132,7 +132,7 @@ def _release_elsewhere_(
 
 
 def keys_of_pieces(keys: Sequence[bytes], pieces: Pieces) -> list[bytes]:
-    """Return the key of each short piece, from those of the blocks."""
+    """Return the key of each short piece."""
     own = [keys[block] for block in pieces.short[:, 0].tolist()]
     return [rest_of(key) if of_rest else key for key, of_rest in zip(own, pieces.of_rest, strict=True)]
 

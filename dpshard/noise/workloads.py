@@ -5,9 +5,8 @@ SGD with momentum and decoupled weight decay adds up A g of gradients g. The Toe
 (1 - decay) x) (1 - momentum x)). The error is the root mean square over the steps of the norms of the rows of A W.
 
 [Note: Optimised coefficients]
-Coefficients of W or C minimise this error times the sensitivity of C, for all participations of a sample. The search
-starts from the root of A, cut to its bands. Without limits it is optimal (Henzinger and Upadhyay 2022,
-arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx.
+Coefficients of W or C minimise this error times the sensitivity of C. The search starts from the root of A, cut to its
+bands (Henzinger and Upadhyay 2022, arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ Series = NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Sums of gradients in a model, for which noise is optimised; see [Note: The noise in a model]."""
+    """Sums of gradients in a model, for which noise is optimised."""
 
     momentum: float = 0.0
-    """Momentum of the optimizer, 0 to 1; 0 for prefix sums."""
+    """Momentum of the optimizer, 0 to 1."""
     decay: float = 0.0
-    """Learning rate times weight decay, 0 to 1: the share of a parameter that a step takes away."""
+    """Learning rate times weight decay, 0 to 1."""
 
     def __post_init__(self) -> None:
         for name, value in (("momentum", self.momentum), ("decay", self.decay)):
@@ -48,7 +47,7 @@ class Workload:
         return _recursion([1.0, -(keep + self.momentum), keep * self.momentum], series)
 
     def error(self, noising: Series) -> float:
-        """Return the root mean square, over the steps, of the noise in the model, for z of norm 1."""
+        """Return the root mean square of the noise in the model, for z of norm 1."""
         return math.sqrt(float(np.mean(np.cumsum(self.sums(noising) ** 2))))
 
     def root(self, n: int) -> Series:
@@ -66,7 +65,6 @@ def inverse(series: Series, steps: int) -> Series:
 
 
 def _recursion(coefficients: Series | list[float], series: Series) -> Series:
-    """Return `series` over the series of `coefficients`, which begins with 1."""
     from scipy.signal import lfilter  # late: it takes as long to import as dpshard
 
     with np.errstate(over="ignore", invalid="ignore"):
@@ -85,7 +83,7 @@ def never_rising(series: Series) -> Series:
 
 
 def moved(column: Series, separation: int) -> Series:
-    """Return the sum [T] of the columns 0, `separation`, 2 `separation`, ... of the Toeplitz matrix of `column`."""
+    """Return the sum [T] of every `separation`-th column of the Toeplitz matrix of `column`."""
     total = np.zeros(len(column))
     for first in range(0, len(column), separation):
         total[first:] += column[: len(column) - first]
@@ -94,7 +92,7 @@ def moved(column: Series, separation: int) -> Series:
 
 @lru_cache(maxsize=16)
 def optimised(bands: int, steps: int, separation: int, workload: Workload, *, inverted: bool) -> Series:
-    """Return the coefficients [bands] of W if `inverted`, else of C; see [Note: Optimised coefficients].
+    """Return the coefficients [bands] of W if `inverted`, else of C.
 
     A sample takes part at most once in any `separation` steps.
     """

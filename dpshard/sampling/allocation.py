@@ -1,8 +1,7 @@
 """Random allocation (balls in bins): every sample is in one random step of each epoch.
 
-Every sample draws its step of the epoch independently and uniformly; the accountant relies on exactly this. The step is
-a function of run secret, epoch and sample. The first step of an epoch draws and sorts all N samples, in O(N) time and
-10 N bytes. With correlated noise there is one draw for the whole run.
+Every sample draws its step independently and uniformly; the accountant relies on exactly this. The step is a function
+of run secret, epoch and sample. The first step of an epoch draws and sorts all N samples, in O(N) time and 10 N bytes.
 """
 
 from __future__ import annotations
@@ -23,11 +22,8 @@ class AllocationSampler:
     """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
-    """Samples N of the data set."""
     epoch_steps: int
-    """Steps of an epoch."""
     secret: bytes = field(repr=False)
-    """Run secret, 32 bytes."""
     one_draw: bool = False
     """True if a sample is in the same step of every epoch."""
     _drawn: dict[int, tuple[NDArray[np.int64], NDArray[np.int64]]] = field(default_factory=dict, repr=False)

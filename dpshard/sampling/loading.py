@@ -35,8 +35,8 @@ def load(
     """Return pairs of a plan and its collated data, in the order of `plans`, read ahead by `num_workers` processes.
 
     `plans` is consumed lazily. An item of the data set is a sample, or a unit of `rows_per_unit` rows; if `packed`, a
-    document. The other arguments are those of `torch.utils.data.DataLoader`. Raises DataError, at once, as
-    `require_dataset` does.
+    document. Other arguments are those of `torch.utils.data.DataLoader`. Raises DataError as `require_dataset` does, at
+    once.
     """
     require_dataset(dataset, sample_size)
     if packed:
@@ -135,7 +135,7 @@ class _Announced:
 
 
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
-    """Return collated data of the samples of `plan`, filled up to B samples with copies of the last one.
+    """Fill the collated data of the samples of `plan` up to B samples with copies of the last one.
 
     Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also nested. Raises
     DataError if no part of `data` has a row per sample.
@@ -181,7 +181,7 @@ def _padded(data: Any, plan: MicroBatchPlan) -> Any:
 
 
 class _TensorRows(Dataset):
-    """A TensorDataset read by whole micro-batches, much faster than single rows."""
+    """A TensorDataset read by whole micro-batches."""
 
     def __init__(self, dataset: TensorDataset):
         self.tensors = dataset.tensors

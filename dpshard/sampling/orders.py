@@ -2,8 +2,8 @@
 
 [Note: A cyclic order]
 Step t takes the next B positions of an order that repeats after N. A sample comes again after at least floor(N / B)
-steps, because floor((p + N) / B) - floor(p / B) >= floor(N / B). The accountant relies on this ([Note: Ways to sample]
-in accounting/courses.py). The order is a keyed permutation, because data sets are often sorted; it is not a secret.
+steps, because floor((p + N) / B) - floor(p / B) >= floor(N / B). The accountant relies on this. The order is a keyed
+permutation, because data sets are often sorted.
 """
 
 from __future__ import annotations
@@ -80,11 +80,8 @@ class FixedOrderSampler:
     """Batches of exactly B samples; see [Note: A cyclic order]."""
 
     sample_size: int
-    """Samples N of the data set."""
     batch_size: int
-    """Samples of a batch, at most N."""
     secret: bytes = field(repr=False)
-    """Run secret, 32 bytes."""
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Return the indices [B] of `step`, in time O(B)."""
@@ -123,15 +120,13 @@ def _mixed(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 @dataclass(frozen=True)
 class CyclicPoissonSampler:
-    """Poisson batches of the group whose turn it is: the samples t, t + b, t + 2 b, ... at step t."""
+    """Poisson batches of the samples t, t + b, t + 2 b, ... at step t."""
 
     sample_size: int
-    """Samples N of the data set."""
     batch_size: int
-    """Expected samples B of a batch; b B is at most N."""
+    """Expected samples B of a batch."""
     groups: int
     secret: bytes = field(repr=False)
-    """Run secret, 32 bytes."""
 
     def draw(self, step: int) -> NDArray[np.int64]:
         """Return the sorted distinct indices [n] of `step`, each with probability b B / N, in O(B)."""

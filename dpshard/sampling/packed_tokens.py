@@ -1,8 +1,7 @@
 """Rows of packed samples: the unit of every token.
 
-[Note: Packed rows] A stream [R, T] holds whole units (documents) one after another. A unit is a run of tokens within
-one row; tokens of no unit are padding. Units of a micro-batch have the numbers 0, ..., U - 1. U, R and T are public, so
-shapes do not depend on the draw.
+[Note: Packed rows] A stream [R, T] holds whole units (documents) one after another. Tokens of no unit are padding.
+Units of a micro-batch have the numbers 0, ..., U - 1. U, R and T are public, so shapes do not depend on the draw.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ class PackedTokens:
     units: int
     """U."""
     samples: int | None = None
-    """The first units, which are not padding; None: those with tokens."""
+    """The first units are not padding; None: those with tokens."""
     everywhere: int | None = None
     """Units that every rank has in this micro-batch, if known."""
     planned_beside: bool | None = None
@@ -79,7 +78,7 @@ class PackedTokens:
 
     @cached_property
     def runs(self) -> list[tuple[int, int, int, int]]:
-        """Return unit, row, first token and end of every run of tokens of a unit, in their order."""
+        """Unit, row, first token and end of every run of tokens of a unit, in their order."""
         ids = self.unit_ids.detach().to("cpu", torch.int64)
         found = []
         for row, of_row in enumerate(ids):
@@ -94,12 +93,12 @@ class PackedTokens:
 
     @cached_property
     def places(self) -> dict[int, tuple[int, int, int]]:
-        """Return row, first token and end of every unit."""
+        """Row, first token and end of every unit."""
         return {unit: (row, start, end) for unit, row, start, end in self.runs}
 
     @cached_property
     def side_by_side(self) -> bool:
-        """True if a row holds several units, of any rank if that is known: only they show what mixes them."""
+        """True if a row holds several units, of any rank if that is known."""
         beside = len({row for _, row, _, _ in self.runs}) < len(self.runs)
         return beside if self.planned_beside is None else self.planned_beside
 
@@ -115,7 +114,7 @@ class PackedTokens:
 
     @cached_property
     def is_padding(self) -> Tensor:
-        """Return bool [U], on the CPU: units that count nothing."""
+        """Bool [U], on the CPU: units that count nothing."""
         there = torch.zeros(self.units, dtype=torch.bool)
         there[list(self.places)] = True
         if self.samples is not None:
@@ -130,7 +129,7 @@ class PackedTokens:
 def packed_unit_ids(
     *, position_ids: Tensor | None = None, cu_seqlens: Tensor | None = None, tokens: int | None = None
 ) -> Tensor:
-    """Return the unit of every token for `engine.packed` and `losses.packed_cross_entropy`, from one of two sources.
+    """Return the unit of every token for `engine.packed` and `losses.packed_cross_entropy`.
 
     Args:
         position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. Every start begins a unit.

@@ -32,9 +32,9 @@ class Packing:
     """Settings by which `engine.batches(..., packing=)` packs documents into rows [rows, tokens].
 
     An item of the data set is a document: ids [T_i], or a dict of tensors [T_i] with "input_ids". A micro-batch is a
-    dict of "input_ids", "labels", "position_ids" and "unit_ids" [rows, tokens], and any other tensor of the items.
-    Positions begin at 0 in every document. The label of its first token is -100, so labels may be shifted as in Hugging
-    Face's models. Padding has the unit -1.
+    dict of "input_ids", "labels", "position_ids" and "unit_ids" [rows, tokens], and the items' other tensors. Positions
+    begin at 0 in every document. The label of its first token is -100, so labels may be shifted as in Hugging Face's
+    models. Padding has the unit -1.
     """
 
     rows: int
@@ -76,11 +76,10 @@ class Placement:
     start: tuple[int, ...]
     length: tuple[int, ...]
     side_by_side: bool = False
-    """A row of some rank holds several units."""
 
 
 def packer(dataset: Any, packing: Packing | None) -> Callable[..., list[MicroBatchPlan]] | None:
-    """Return what plans the packed micro-batches of a data set; None without packing."""
+    """Return what plans the packed micro-batches of a data set, if any."""
     return None if packing is None else functools.partial(plan_packed, dataset, packing)
 
 
@@ -95,7 +94,7 @@ def plan_packed(
 ) -> list[MicroBatchPlan]:
     """Return the micro-batches of `rank`, of at most `micro_batch_size` units, as many on all ranks.
 
-    Every rank packs the units of all ranks, so they need not communicate. See plan_micro_batches.
+    Every rank packs the units of all ranks, so they need not communicate.
     """
     drawn = np.asarray(indices, dtype=np.int64)
     lengths = {int(i): packing.length(dataset, int(i)) for i in drawn}
@@ -171,7 +170,7 @@ def require_packing(packing: Any, micro_batch_size: int | None, sample_size: int
 
 
 class PlacedDocuments(Dataset):
-    """The documents of a data set, each with the placement of its micro-batch."""
+    """Documents, each with the placement of its micro-batch."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset

@@ -1,11 +1,9 @@
 """The last step of every sample, by fingerprints, for batches that the engine does not draw.
 
-[Note: Participation] In a fixed order a sample is in at most one of any `separation` consecutive steps ([Note: Ways to
-sample] in accounting/courses.py). A stream, or a loop of the user's own, has no index. So a hash of 64 bits of its
-content identifies a sample. By chance, two of 10^7 agree with probability 3e-6; then a run is refused. Before a
-release, every fingerprint of its logical batch, over all ranks, must be unique. It must have come `separation` or more
-steps ago, or never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not
-seen.
+[Note: Participation] A stream, or a loop of the user's own, has no index. So a hash of 64 bits of its content
+identifies a sample. By chance, two of 10^7 agree with probability 3e-6; then a run is refused. Before a release, every
+fingerprint of its logical batch, over all ranks, must be unique. It must have come `separation` or more steps ago, or
+never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not seen.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Participation:
 
     @property
     def begun(self) -> bool:
-        """True if a batch was checked that is not released yet."""
+        """True if a checked batch is not released yet."""
         return self._begun is not None
 
     def begin(self, step: int, batch: Fingerprints) -> None:
@@ -80,7 +78,7 @@ class Participation:
         self._begun = None
 
     def state_dict(self) -> dict[str, str] | None:
-        """Return the last steps as plain JSON, about 16 bytes a sample; None before any."""
+        """Return the last steps as plain JSON, or None before any."""
         if not self._last:
             return None
         samples = np.fromiter(self._last.keys(), "<i8", len(self._last))

@@ -3,8 +3,8 @@
 [Note: From a step to micro-batches]
 A step draws each sample independently with probability q = (expected batch size) / N: Poisson sampling. A cap then
 keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice.
-All ranks have K micro-batches of B rows, so none waits in a collective. Padding rows contribute exactly 0. An empty
-logical batch is a release like any other, so K is at least 1.
+All ranks have K micro-batches, so none waits in a collective. An empty logical batch is a release like any other, so K
+is at least 1.
 """
 
 from __future__ import annotations
@@ -31,13 +31,9 @@ class PoissonSampler:
     """The logical batch of every step, as a function of secret and step."""
 
     sample_size: int
-    """Samples N of the data set."""
     schedule: BatchSchedule
-    """Expected batch size of every step."""
     secret: bytes = field(repr=False)
-    """Run secret, 32 bytes."""
     max_batch_size: int | None = None
-    """Cap of a truncated Poisson batch, or None."""
 
     def __post_init__(self) -> None:
         if self.sample_size < max(self.schedule.sizes):
@@ -88,7 +84,7 @@ def parse_cap(max_batch_size: int | Literal["auto"] | None, schedule: BatchSched
 def bernoulli_indices(n: int, q: float, uniform: Callable[[int], NDArray[np.float64]]) -> NDArray[np.int64]:
     """Return successes among `n` trials of probability `q`, by jumps of floor(log u / log(1 - q)) failures.
 
-    Devroye 1986, "Non-uniform random variate generation", X.2: for u uniform in (0, 1] the jump is geometric.
+    For u uniform in (0, 1] the jump is geometric (Devroye 1986, "Non-uniform random variate generation", X.2).
     """
     if q >= 1:
         return np.arange(n, dtype=np.int64)
@@ -108,13 +104,12 @@ class MicroBatchPlan:
     """The samples of one rank in one micro-batch."""
 
     step: int
-    """Step of the logical batch."""
     position: int
-    """Index in the logical batch, 0 to count - 1."""
+    """Index in the logical batch."""
     count: int
-    """Number of micro-batches K, equal on all ranks."""
+    """Micro-batches K, equal on all ranks."""
     indices: list[int]
-    """Indices of the B samples; padding repeats a sample of the batch."""
+    """Of the B samples; padding repeats one."""
     is_padding: Tensor
     """Bool [B]: samples at the end that must contribute exactly 0."""
     min_samples_per_rank: int
@@ -122,13 +117,13 @@ class MicroBatchPlan:
     rows_key: bytes = field(default=b"", repr=False)
     """Key that draws the rows of a unit."""
     rows_per_unit: int = 1
-    """Consecutive rows per sample; see [Note: Units] in interception/run.py."""
+    """Consecutive rows per sample."""
     placement: Any = None
     """Where units lie in packed rows (packing.Placement), or None."""
 
     @cached_property
     def samples(self) -> int:
-        """Return the number of samples that are not padding."""
+        """Number of samples that are not padding."""
         return int((~self.is_padding).sum())
 
     def chunk(self, index: int, count: int) -> MicroBatchPlan:
@@ -141,7 +136,7 @@ class MicroBatchPlan:
 
     @property
     def rows_are_padding(self) -> Tensor:
-        """Return bool [B * rows_per_unit]: rows that are padding."""
+        """Bool [B * rows_per_unit]: rows that are padding."""
         return self.is_padding_on(torch.device("cpu"), self.rows_per_unit)
 
     def is_padding_on(self, device: torch.device, rows_each: int = 1) -> Tensor:
@@ -165,8 +160,7 @@ def plan_micro_batches(
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
     K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in one row of one rank; ranks
-    differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row. Raises ConfigurationError
-    for impossible sizes.
+    differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row.
     """
     require_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:
@@ -230,7 +224,7 @@ def require_micro_batch_size(size: int) -> None:
 
 
 def require_feed(micro_batch_size: int | None, steps: int | None, *, pad: bool, rows_per_unit: int) -> None:
-    """Raise ConfigurationError unless logical batches can be fed like this; see `engine.batches`."""
+    """Raise ConfigurationError unless logical batches can be fed like this."""
     if micro_batch_size is not None:
         require_micro_batch_size(micro_batch_size)
     require_choice("pad", pad, (False, True))

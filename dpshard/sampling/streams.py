@@ -1,9 +1,8 @@
 """Read logical batches from a stream in its own order, which every epoch repeats.
 
-[Note: A stream in a fixed order] Step t takes the next B samples of a stream that begins anew after N ([Note: A cyclic
-order] in orders.py). Its length is checked when it ends, its order at every step ([Note: Participation] in
-participation.py). Every rank reads the whole stream, and takes its slice of each logical batch. A resumed run reads
-from the beginning of the epoch up to its place.
+Step t takes the next B samples of a stream that begins anew after N ([Note: A cyclic order] in orders.py). Its length
+is checked when it ends, its order at every step ([Note: Participation] in participation.py). Every rank reads the whole
+stream, and takes its slice. A resumed run reads from the beginning of the epoch up to its place.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def _as_is(sample: Any) -> Any:
 
 
 def fingerprints(samples: list[Any]) -> Fingerprints:
-    """Return a hash of the content of each sample, int64 [n]. Raises DataError for one that cannot be read."""
+    """Return a hash of the content of each sample, int64 [n]; raise DataError for one that cannot be read."""
     return np.array([_fingerprint(sample) for sample in samples], np.int64)
 
 

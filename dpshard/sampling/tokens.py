@@ -23,9 +23,8 @@ _META, _TOKENS, _STARTS, _DOCUMENTS = "store.json", "tokens.bin", "starts.bin", 
 class TokenStore(Dataset[Tensor]):
     """A folder of tokens as a data set: item i is sequence i, int64 [length], filled with the padding id.
 
-    No sequence has tokens of two documents. So a sequence is a unit of one document; `UnitDataset(store,
-    store.documents, rows_per_unit=K)` makes units of whole documents. Raises DataError if the folder holds no whole
-    store.
+    A sequence has tokens of one document; `UnitDataset(store, store.documents, rows_per_unit=K)` makes units of whole
+    documents. Raises DataError if the folder holds no whole store.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -51,10 +50,10 @@ class TokenStore(Dataset[Tensor]):
     def write(
         folder: str | Path, documents: Iterable[Sequence[int] | NDArray[Any]], *, length: int, vocabulary: int, pad: int
     ) -> TokenStore:
-        """Write documents, each a sequence of token ids, cut into sequences of at most `length`; return the store.
+        """Write documents of token ids, cut into sequences of at most `length`; return the store.
 
-        Tokens take 2 bytes up to a vocabulary of 65,536, else 4. Raises ConfigurationError for bad sizes. Raises
-        DataError for an id that is not in the vocabulary, and for a folder that holds a store.
+        Raises ConfigurationError for bad sizes. Raises DataError for an id that is not in the vocabulary, and for a
+        folder that holds a store.
         """
         if not (is_count(length) and is_count(vocabulary)) or not 0 <= pad < vocabulary:
             raise ConfigurationError(
@@ -98,7 +97,7 @@ class TokenStore(Dataset[Tensor]):
 
     @cached_property
     def documents(self) -> NDArray[Any]:
-        """Return the document of every sequence, int64 [sequences], mapped into memory."""
+        """Document of every sequence, int64 [sequences], mapped into memory."""
         return np.memmap(self.folder / _DOCUMENTS, np.int64, "r") if self._sequences else np.empty(0, np.int64)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -116,7 +115,7 @@ class TokenStore(Dataset[Tensor]):
         return list(self.rows(indices))
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """Return sequences, int64 [n, length], several times as fast as one by one. IndexError beyond the last."""
+        """Return sequences, int64 [n, length]; IndexError beyond the last."""
         places = np.asarray(indices, dtype=np.int64)
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self._sequences:
             raise IndexError(f"{int(places.min())} to {int(places.max())} of {self._sequences} sequences")

@@ -38,7 +38,7 @@ class UnitRows:
 
 
 class KeyedUnits(Dataset):
-    """A data set of units of `rows_per_unit` rows, which a key draws again in every step."""
+    """Units of `rows_per_unit` rows, which a key draws again in every step."""
 
     rows_per_unit: int
 
@@ -55,7 +55,7 @@ class UnitDataset(KeyedUnits):
     """A data set of units (users, patients, documents): item i is unit i, of `rows_per_unit` rows.
 
     A row (x, y) becomes (x, y, weight), a dict gets the key "row_weight", any other row x becomes (x, weight). Multiply
-    the losses of rows by their weights: see [Note: Units of unequal size]. Building takes O(N).
+    the losses of rows by their weights: see [Note: Units of unequal size].
 
     Args:
         dataset: A map-style data set of rows.
@@ -133,9 +133,9 @@ def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -
     """Return a data set of units: unit i is `transform(dataset[i])`, `rows_per_unit` times.
 
     This is augmentation multiplicity (De et al. 2022, arXiv:2204.13650). The engine clips the mean gradient of a
-    sample's augmentations, so they cost no epsilon. `transform` maps an item to an item of equal shapes. The run's key
-    seeds the global generators of torch, NumPy and Python. The guarantee holds if `transform` reads nothing but its
-    item: no mixup with others. Raises ConfigurationError if rows_per_unit is not a positive int.
+    sample's augmentations, so they cost no epsilon. `transform` keeps the shapes of its item, and must read nothing
+    else: no mixup. The run's key seeds the global generators of torch, NumPy and Python. Raises ConfigurationError if
+    rows_per_unit is not a positive int.
     """
     require_rows_per_unit(rows_per_unit)
     return _Augmented(dataset, transform, rows_per_unit)
@@ -184,13 +184,13 @@ class DrawnUnits(Dataset):
 
 @dataclass(frozen=True)
 class CollatedRows:
-    """Passes the rows of units [K, ...] to a `collate_fn` of rows."""
+    """Passes the rows of units to a `collate_fn` of rows."""
 
     collate_fn: Callable[[list[Any]], Any]
     rows_per_unit: int
 
     def __call__(self, units: list[Any]) -> Any:
-        """Return the collated rows. Raises DataError for a unit without exactly K rows."""
+        """Collate the rows; raise DataError for a unit without exactly K rows."""
         return self.collate_fn([row for unit in units for row in rows_of(unit, self.rows_per_unit)])
 
 
