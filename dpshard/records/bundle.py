@@ -1,4 +1,4 @@
-"""Small records of several parameters as one record, because calls would cost more than their arithmetic."""
+"""Small records of several parameters as one, because calls would cost more than their arithmetic."""
 
 from __future__ import annotations
 
@@ -16,19 +16,18 @@ from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 
 Small = PerSampleGrad | OuterProduct
-"""Records that join."""
 
 _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
-"""Bytes of a small product with its sum, by device; copying it is faster than calls or launches."""
+"""Bytes of a small product with its sum; copying it is faster than calls or launches."""
 _TOGETHER = 2**5
-"""Bytes of a bundle over those of the largest small product; bounds the copies."""
+"""Bytes of a bundle over those of the largest small product."""
 
 _FEW = 2
 """Small records on a CPU that are not worth joining."""
 
 
 def is_small(record: Record) -> TypeGuard[Small]:
-    """Return True if calls for `record` cost more than its arithmetic."""
+    """Return True if calls cost more than arithmetic."""
     if isinstance(record, OuterProduct):
         return _nbytes(record) <= small_bytes(record.rows.device)
     return isinstance(record, PerSampleGrad) and record.is_small
@@ -42,10 +41,10 @@ def pays_to_join(records: Mapping[str, Small]) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """The concatenated gradients of several parameters."""
+    """Concatenated gradients of several parameters."""
 
     record: Record
-    """Gradients joined along their elements, or products of equal sizes as groups of one."""
+    """Gradients joined along their elements, or products as groups of one."""
     shapes: Mapping[str, torch.Size]
     """By parameter, in order."""
 
@@ -53,7 +52,7 @@ class Bundle:
         """See record.py; by parameter."""
         total = self.record.clipped_sum(sum_weight_B).view(-1)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        # Not views: each becomes a gradient of its own.
+        # Each becomes a gradient of its own.
         parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
@@ -63,7 +62,7 @@ class Bundle:
 
 
 def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
-    """Join all gradients, and the products of equal sizes."""
+    """Join all gradients, and products of equal sizes."""
     gradients = {name: record for name, record in records.items() if isinstance(record, PerSampleGrad)}
     if gradients:
         shapes = {name: record.gradient.shape[1:] for name, record in gradients.items()}
@@ -82,7 +81,7 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
 def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
     """Join weights [G, R, C] of n parameters as one of [n * G, R, C]."""
     shapes = {name: record.shape for name, record in products.items()}
-    # By group, then by sample, as the clipped sum multiplies them.
+    # By group, then by sample, as the clipped sum multiplies.
     rows, cols = (
         _joined([x.transpose(0, 1) for x in parts], 0).transpose(0, 1)
         for parts in zip(*[(record.rows, record.cols) for record in products.values()], strict=True)
@@ -107,5 +106,5 @@ def _nbytes(product: OuterProduct) -> int:
 
 
 def small_bytes(device: torch.device) -> int:
-    """Return the size of a small product with its sum on `device`."""
+    """Return the bytes of a small product with its sum."""
     return _SMALL_PRODUCT.get(device.type, 0)

@@ -1,4 +1,4 @@
-"""Records of convolutions: input and output gradient."""
+"""Records of convolutions."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Convolution:
         """Sizes that costs depend on."""
         (B, k, P), G = self.gradient.shape[:3], self.groups
         T, R, C = k * self.gradient.shape[3:].numel(), P // G, self.shape[1:].numel()
-        nbytes = B * G * T * (R + C) * self.input.itemsize  # of the windows; the record itself is small
+        nbytes = B * G * T * (R + C) * self.input.itemsize  # of the windows
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
         dtype, device = accum_dtype(self.gradient), self.input.device
@@ -52,7 +52,6 @@ class Convolution:
 
     @property
     def _windows_are_apart(self) -> bool:
-        """As in patches."""
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
@@ -77,7 +76,7 @@ class Convolution:
         return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
-        """Inner products [B, G, T, T] of all windows, as sums of products of pixels."""
+        """Inner products [B, G, T, T] of windows, as sums of products of pixels."""
         (B, k), G = self.input.shape[:2], self.groups
         padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
         space, positions = padded.shape[3:], self.gradient.shape[3:]
@@ -104,7 +103,7 @@ class Convolution:
         return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
     def _floored(self, norm_sq: Tensor) -> Tensor:
-        # Each input element is in at most as many windows as the kernel has elements.
+        # An input element is in at most as many windows as the kernel has elements.
         return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
@@ -112,15 +111,15 @@ class Convolution:
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Return the squared norms [B] only if compiled code computed them, too."""
+        """Return squared norms [B] only if compiled code computed them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
-            # On a GPU, the groups of one convolution would be many small kernels.
+            # On a GPU, groups would be many small kernels.
             return self.outer().per_sample(), None
         total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
-        # CPUs are fast at the gradient of a convolution, not at unfolding, so samples become groups of one convolution.
-        # Above the size of the cache, it takes several times the memory of its inputs.
+        # CPUs are fast at the gradient of a convolution, not at unfolding, so samples become groups. Above the size of
+        # the cache, it takes several times the memory of its inputs.
         samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)
@@ -134,9 +133,9 @@ class Convolution:
         return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py; the ordinary gradient for weighted gradients."""
+        """See record.py."""
         if self.size.is_long:
-            # The ordinary gradient would round such long sums differently from the measured gradients.
+            # The ordinary gradient would round long sums unlike the measured ones.
             return PerSampleGrad(self.per_sample()).clipped_sum(sum_weight_B)
         gradient = wide(self.gradient)
         weighted = gradient * sum_weight_B.to(gradient.dtype).view(-1, *[1] * (gradient.dim() - 1))
@@ -164,7 +163,7 @@ class Convolution:
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """Return the gradient as rows and columns, the windows of all positions."""
+        """Return the gradient as rows and columns, the windows."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -180,7 +179,7 @@ class Convolution:
 
 
 _AT_ONCE = 4 * 2**20
-"""Bytes of inputs, output gradients and per-sample gradients in one call."""
+"""Bytes in one call."""
 
 
 def windows(

@@ -7,11 +7,11 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
     instantiate       2TRC FLOPs, and writing and reading RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Gathering the windows of a convolution costs four times as much as a write and a read. With small images and many
-channels, the inner product of two windows is a sum of entries of the Gram matrix of all pixels.
+Gathering the windows of a convolution costs four times as much as a write and a read. For small images with many
+channels, the Gram matrix of all pixels gives that of windows.
 
-The choice depends on sizes, dtype, device and compiled code, never on the clock, so a resumed run rounds as before. Bu
-et al. 2022, arXiv:2205.10683, Sec. 4, choose by memory: ghost where 2 T^2 <= R C.
+The choice never depends on the clock, so a resumed run rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4,
+choose by memory: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -25,20 +25,18 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept per-sample gradients to the record, in bytes, if they wait for other layers or are summed at
-once.
-"""
+"""Largest ratios of kept gradients to the record, in bytes, if they wait for other layers or are summed at once."""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that stay in a CPU's cache until an immediate read, or until after other layers."""
+"""Bytes that stay in a CPU's cache: until an immediate read, or after other layers."""
 
 _TENSOR_CORES = 8
-"""Speed of half-precision kernels over torch's float32 products. Peaks differ by 15 (A100). Not measured."""
+"""Speed of half-precision kernels over float32 products; not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProductSize:
-    """The sizes of a product of rows [B, G, T, R] and columns [B, G, T, C]."""
+    """Sizes of a product of rows [B, G, T, R] and columns [B, G, T, C]."""
 
     B: int
     G: int
@@ -51,11 +49,11 @@ class ProductSize:
     nbytes: int
     """Of rows and columns."""
     pixels: int = 0
-    """Convolutions: elements of one channel of the padded input."""
+    """Elements of one channel of a convolution's padded input."""
     kernel: int = 1
-    """Convolutions: elements of one channel of a window."""
+    """Elements of one channel of a window."""
     kernels: bool = False
-    """True if Triton kernels compute the product."""
+    """True if Triton kernels multiply."""
     tiles: bool = False
     """True if native code computes convolution gradients."""
 
@@ -67,7 +65,7 @@ class ProductSize:
     def may_be_kept(self, *, closing: bool) -> bool:
         """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of one layer is as large as its clipped sum, but those of all layers are a whole model.
+        With B = 1 the gradient of a layer is as large as its clipped sum.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
@@ -110,7 +108,7 @@ class ProductSize:
 
     @property
     def gram_by_pixels(self) -> bool:
-        """True if the Gram matrix of all pixels is the cheapest way to that of the windows, without more memory."""
+        """True if the Gram matrix of pixels is the cheapest way to that of windows, without more memory."""
         return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
 
     def _by_pixels(self) -> int:
@@ -134,12 +132,12 @@ class ProductSize:
 
 
 def blocks(T: int, device: torch.device) -> int:
-    """Return the number of blocks of positions; small blocks are slow, mostly on GPUs."""
+    """Return the number of blocks of positions; small blocks are slow."""
     return min(8, max(1, T // (32 if device.type == "cpu" else 64)))
 
 
 def ghost_flops(T: int, R: int, C: int, device: torch.device, dtype: torch.dtype) -> int:
-    """FLOPs of the ghost norm of one sample."""
+    """FLOPs of the ghost norm of a sample."""
     if native.supports_ghost_norm(device, dtype):
         return native.ghost_flops(T, R, C)
     n = blocks(T, device)

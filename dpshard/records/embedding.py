@@ -27,7 +27,7 @@ class EmbeddingRecord:
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; adds the values of equal ids, without a [T, T] or [B, V, C]."""
+        """See record.py; without a [T, T] or [B, V, C]."""
         values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -49,7 +49,6 @@ class EmbeddingRecord:
         return add_rows(values.flatten(0, 1), self.ids.clamp(min=0).flatten(), self._count()).view(self.shape)
 
     def _count(self) -> int:
-        """Nothing is added if C = 0."""
         return self.shape.numel() // max(self.values.shape[2], 1)
 
     def real(self) -> EmbeddingRecord:

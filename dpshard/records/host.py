@@ -1,6 +1,6 @@
 """Arithmetic on a few numbers per sample: by numpy on the CPU, where it is five times as fast, else by torch.
 
-Both round alike, because IEEE 754 defines each operation used here.
+Both round alike: IEEE 754 defines each operation used here.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpshard.kernels.underflow import hidden
 
 
 def is_at_hand(x: Any) -> bool:
-    """Return True if `x` has values on the CPU: no accelerator, no fake tensor."""
+    """Return True if `x` has values on the CPU."""
     return type(x) is Tensor and x.device.type == "cpu"
 
 
@@ -33,7 +33,7 @@ def arrays_of(*tensors: Any) -> tuple[Any, list[Any]]:
 
 
 def elementwise(function: Callable[..., Any], *operands: Tensor | float) -> Tensor:
-    """Return `function(numpy or torch, *operands)` of numbers and vectors of equal length."""
+    """Return `function(numpy or torch, *operands)` of numbers and vectors."""
     xp, arrays = arrays_of(*operands)
     if xp is torch:
         return function(xp, *arrays)
@@ -44,14 +44,14 @@ def elementwise(function: Callable[..., Any], *operands: Tensor | float) -> Tens
 def constant(xp: Any, value: float, like: Any) -> Any:
     """Return `value` in the dtype of the array `like`.
 
-    torch computes number / tensor as a product with the reciprocal, which rounds twice and may overflow. A scalar of
-    the CPU reaches a kernel on any device without a launch.
+    torch computes number / tensor by the reciprocal, which rounds twice and may overflow. A scalar of the CPU needs no
+    launch.
     """
     return torch.tensor(value, dtype=like.dtype, device="cpu") if xp is torch else like.dtype.type(value)
 
 
 def total(vectors: Sequence[Tensor]) -> Tensor:
-    """Sum vectors of equal length."""
+    """Sum vectors."""
     if len(vectors) == 1:
         return vectors[0]
     if all(is_at_hand(x) for x in vectors):
@@ -62,12 +62,12 @@ def total(vectors: Sequence[Tensor]) -> Tensor:
 
 
 def all_finite(x: Tensor) -> bool | None:
-    """Return whether all of `x` is finite; None where that would synchronise with an accelerator."""
+    """Return whether `x` is finite; None where that would wait for an accelerator."""
     return bool(np.isfinite(array(x)).all()) if is_at_hand(x) else None
 
 
 def short_norm_sq(rows: Tensor) -> Tensor:
-    """Return `norms(rows).square()` for short rows [B, n] that are at hand."""
+    """Return `norms(rows).square()` for short rows [B, n] at hand."""
     x = array(rows)
     with np.errstate(all="ignore"):
         norm_B = np.sqrt(np.einsum("bn,bn->b", x, x)) + x.dtype.type(hidden(x.shape[1], rows.dtype) ** 0.5)

@@ -42,7 +42,6 @@ def _expanded(records: Sequence[Record]) -> Callable[[Record], Record]:
 
 
 def _kind(record: Record) -> object:
-    """Tell grouped from plain products of one weight, which differ in [G, R, C]."""
     if isinstance(record, OuterProduct):
         return record.rows.shape[1], record.rows.shape[3], record.cols.shape[3]
     if isinstance(record, RoutedReads):
@@ -76,8 +75,8 @@ def measure(
 ) -> tuple[Tensor, list[Record]]:
     """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
 
-    With `keep`, a per-sample gradient instantiated for its norm replaces its record. The cheapest method does so only
-    if it is not much larger, or if B = 1 and its group is `closing`.
+    With `keep`, an instantiated gradient replaces its record. The cheapest method keeps only gradients that are not
+    much larger, or B = 1 in a `closing` group.
     """
     joined = join(records)
     if len(joined) == 1:
@@ -95,7 +94,7 @@ def measure(
 
 
 def _scale(record: Record) -> Tensor:
-    """Sum of the norms [B] of the terms of a record's gradient."""
+    """Sum of the norms [B] of a gradient's terms."""
     if isinstance(record, OuterProduct):
         return (norms(record.rows, 3) * norms(record.cols, 3)).sum((1, 2))
     if isinstance(record, HeadRecord):
@@ -118,7 +117,7 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 
 def inner(first: Record, second: Record) -> Tensor:
-    """Upper bounds [B] of the inner products of the per-sample gradients of two records."""
+    """Upper bounds [B] of the inner products of two records' gradients."""
     if isinstance(first, RoutedReads) and isinstance(second, RoutedProduct):
         first, second = second, first
     if isinstance(first, RoutedProduct) and isinstance(second, RoutedReads) and _is_tied(first, second):
@@ -153,13 +152,10 @@ def _inner_routed(product: RoutedProduct, reads: RoutedReads) -> Tensor:
 
 
 def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
-    """Inner products [B] of a tied head and embedding, without a [V, C].
-
-    <sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'>.
-    """
+    """<sum_t r_t (x) c_t, gather> = sum_t' <sum_t r_t[id_t'] c_t, v_t'> [B], without a [V, C]."""
     rows_BTV, cols_BTC, values_BtC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)
     picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
-    # In this order both factors are gradients. Underflow in <c_t, v_t'> would grow with a large r_t.
+    # Here both factors are gradients. Underflow in <c_t, v_t'> would grow with a large r_t.
     products = (picked_BTt.mT @ cols_BTC) * values_BtC
     return products.sum((1, 2)) + hidden(products[0].numel(), products.dtype)

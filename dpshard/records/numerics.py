@@ -14,7 +14,7 @@ WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 def as_real(x: Tensor) -> Tensor:
-    """Return `x`, or the real and imaginary parts [..., 2] if it is complex."""
+    """Return `x`, or real and imaginary parts [..., 2]."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -51,13 +51,13 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
 
 
 def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
-    """Return `x` [B, ...] with exact zeros for the samples of `nonfinite_B` (bool [B])."""
-    # masked_fill, not a product: 0 * NaN is NaN.
+    """Return `x` [B, ...] with zeros for `nonfinite_B` (bool [B])."""
+    # Not a product: 0 * NaN is NaN.
     return x.masked_fill(nonfinite_B.view(-1, *[1] * (x.dim() - 1)), 0)
 
 
 def has_atomics(device: torch.device) -> bool:
-    """Return True if index_add_ on `device` adds in an order that does not repeat."""
+    """Return True if index_add_ adds in an order that does not repeat."""
     return device.type != "cpu"
 
 
@@ -103,8 +103,7 @@ def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
 
     `scale` [B]: sum of the norms of the gradients in them. Rounding loses what cancels among inner products, but not in
     the clipped sum, so a sample could exceed the threshold. So no squared norm may be below the rounding of scale^2.
-    For T orthogonal gradients of equal norm, with squared norm scale^2 / T, this raises norms from T = 8,192 in
-    float32.
+    For T orthogonal gradients of equal norm, this raises norms from T = 8,192 in float32.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())

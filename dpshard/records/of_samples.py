@@ -1,4 +1,4 @@
-"""Assigns records of routed rows, which rules take for samples, to their samples."""
+"""Assigns records of routed rows to their samples."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dpshard.records.vocabulary import HeadRecord
 
 
 def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
-    """Return the record of N rows as one of `batch_size` samples; row n belongs to sample sample_N[n] (int64)."""
+    """Return the record of N rows as one of `batch_size` samples; row n belongs to sample_N[n] (int64)."""
     if isinstance(record, PerSampleGrad):
         return PerSampleGrad(add_rows(wide(record.gradient), sample_N, batch_size))
     if isinstance(record, EmbeddingRecord):
@@ -39,10 +39,10 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The sample of each row of packed samples; records leave padding out."""
+    """The sample of each row of packed samples."""
 
     sample_N: Tensor
-    """int64 [N]; negative: no sample"""
+    """int64 [N]; negative: padding"""
     batch_size: int
     """B"""
 
@@ -50,7 +50,7 @@ class Owners:
         """Return the record of N rows as one of B samples."""
         B, padding_N = self.batch_size, self.sample_N < 0
         if isinstance(record, PerSampleGrad):
-            spare = torch.where(padding_N, B, self.sample_N)  # a sum of its own: 0 * NaN would reach the others
+            spare = torch.where(padding_N, B, self.sample_N)  # 0 * NaN would reach the others
             return PerSampleGrad(add_rows(wide(record.gradient), spare, B + 1)[:B])
         owned = of_samples(record, torch.arange(len(padding_N), device=padding_N.device), len(padding_N))
         assert isinstance(owned, RoutedProduct | RoutedReads)

@@ -1,4 +1,4 @@
-"""Records of products of rows and columns: linear maps."""
+"""Records of linear maps."""
 
 from __future__ import annotations
 
@@ -79,11 +79,10 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols).view(B, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py; one matrix product per group."""
+        """See record.py."""
         if triton.supports_product(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, sum_weight_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
-        # Scale the smaller side.
         if rows.numel() <= cols.numel():
             rows = rows * sum_weight_B.to(rows.dtype)[:, None, None, None]
         else:
@@ -109,25 +108,24 @@ class OuterProduct:
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
     """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the norm of the columns used (the windows of a
-    convolution) over that of `cols`.
+    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the norm of the columns used over that of
+    `cols`.
     """
-    # The clipped sum rounds in another order. sum_t |r_t| |c_t| <= |rows| |cols|.
+    # sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
     floor = (norms(rows, dims) * rounding * norms(cols, dims)).square()
     return torch.maximum(norm_sq, floor if dims == 1 else floor.sum(1))
 
 
 def _total(x: Tensor) -> Tensor:
-    """One group needs no launch."""
     return x[:, 0] if x.shape[1] == 1 else x.sum(1)
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms [B, G] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|.
 
-    Rounding is relative to the second [B, G]. By symmetry each block of positions meets only itself and, counted twice,
-    the blocks before it. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    Rounding is relative to the second. By symmetry each block of positions meets only itself and, counted twice, the
+    blocks before it. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
     rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)

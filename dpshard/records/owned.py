@@ -10,13 +10,13 @@ from torch import Tensor
 
 
 class OwnMemory:
-    """Copies records; what several of them read is copied once."""
+    """Copies records, shared tensors once."""
 
     def __init__(self) -> None:
-        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # with the originals, whose addresses stay theirs
+        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # originals keep their addresses
 
     def of(self, record: Any) -> Any:
-        """Return a record, a dataclass, with copies of its tensors, not of parameters."""
+        """Return a record with copies of its tensors."""
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         return replace(record, **{key: self.copy(x) for key, x in values.items() if isinstance(x, Tensor)})
 

@@ -1,4 +1,4 @@
-"""Records that hold the per-sample gradients themselves."""
+"""Records of the per-sample gradients themselves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpshard.records.numerics import as_real, flat, norms, wide, zero_rows
 
 @dataclass(frozen=True, slots=True)
 class PerSampleGrad:
-    """Per-sample gradients [B, *shape] of a parameter of shape [*shape]."""
+    """Per-sample gradients [B, *shape]."""
 
     gradient: Tensor
 
@@ -52,4 +52,4 @@ def _norm_sq(rows: Tensor) -> Tensor:
 
 
 _SMALL = 2**12
-"""Elements of one sample of a small gradient."""
+"""Elements of one sample."""

@@ -3,8 +3,7 @@
 [Note: Why not TF32]
 A clip coefficient bounds a contribution only if the norm and the clipped sum round alike. TF32 keeps 10 bits of each
 factor, but the floors of numerics.py assume 23. A sample with positions that cancel could then contribute several
-thresholds. PyTorch uses TF32 on GPUs in convolutions by default, and TF32 or bfloat16 in matrix products on request.
-The user's own forward and backward keep the user's precision.
+thresholds. The user's own forward and backward keep the user's precision.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ _EXACT = ("none", "ieee")
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block with IEEE matrix products of float32 on `device`."""
+    """Return a block with IEEE matrix products of float32."""
     return _exact(device, "matmul", _legacy_matmul)
 
 
 def exact_convolutions(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block with IEEE convolutions of float32 on `device`."""
+    """Return a block with IEEE convolutions of float32."""
     return _exact(device, "conv", _legacy_convolution)
 
 
@@ -54,7 +53,6 @@ def _switched(backend: str, operation: str, legacy: Callable[[], Any]) -> Iterat
 
 
 def _touched(operation: str) -> tuple[tuple[str, str], ...]:
-    """Return the settings that the older switch also sets."""
     if operation == "matmul":
         return ("cuda", "matmul"), ("mkldnn", "matmul")
     return ("cuda", "conv"), ("cuda", "rnn"), ("mkldnn", "conv")

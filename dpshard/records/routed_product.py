@@ -22,9 +22,9 @@ class RoutedProduct:
     cols: Tensor
     """[N, C]"""
     sample: Tensor
-    """[N], int64: sample of each row, in 0..B-1"""
+    """[N], int64, in 0..B-1"""
     group: Tensor
-    """[N], int64; a row with a group outside 0..G-1 used no weight"""
+    """[N], int64; outside 0..G-1 the row used no weight"""
     batch_size: int
     """B"""
     shape: torch.Size
@@ -36,7 +36,7 @@ class RoutedProduct:
         return self.shape.numel() // (self.rows.shape[1] * self.cols.shape[1])
 
     def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
-        """Return the K distinct values of `key` [N], and a product [R, C] of the rows of each, padded with zeros."""
+        """Return the K distinct values of `key` [N], and a padded product [R, C] of the rows of each."""
         met = (self.group >= 0) & (self.group < self.groups)
         key, rows, cols = key[met], rows[met], wide(self.cols[met])
         order = key.argsort(stable=True)
@@ -52,10 +52,7 @@ class RoutedProduct:
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
-        """Yield products of a similar number of rows, with the key sample * G + group of each.
-
-        One long sample among many short ones would fill memory with zeros.
-        """
+        """Yield products of a similar number of rows, with the key sample * G + group of each."""
         met = (self.group >= 0) & (self.group < self.groups)
         key = torch.where(met, self.sample * self.groups + self.group, -1)
         keys, place, counts = torch.unique(key, return_inverse=True, return_counts=True)
@@ -67,7 +64,7 @@ class RoutedProduct:
                 yield part._by(key[chosen], wide(part.rows))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; groups add up, because they are different elements of the weight."""
+        """See record.py; groups are different elements of the weight."""
         total = torch.zeros(self.batch_size, dtype=wide(self.rows).dtype, device=self.rows.device)
         for keys, product in self.by_length():
             total = total + add_rows(product.norm_sq(method), keys // self.groups, self.batch_size)
@@ -96,7 +93,7 @@ class RoutedProduct:
         return out.view(n, *self.shape)
 
     def real(self) -> RoutedProduct:
-        """See record.py and OuterProduct.real."""
+        """See OuterProduct.real."""
         if not self.rows.is_complex():
             return self
         return replace(

@@ -21,7 +21,7 @@ class RoutedReads:
     values: Tensor
     """[N, C]: gradient of each read"""
     sample: Tensor
-    """[N], int64: sample of each read, in 0..B-1"""
+    """[N], int64, in 0..B-1"""
     batch_size: int
     """B"""
     shape: torch.Size
@@ -41,7 +41,7 @@ class RoutedReads:
         return add_rows(torch.linalg.vector_norm(self.read(), dim=1), self.sample, self.batch_size)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; adds the values of equal ids of a sample."""
+        """See record.py."""
         keys, place = torch.unique(self._keys(), return_inverse=True)
         runs = add_rows(self.read(), place, len(keys))
         norm_sq = add_rows(norms(runs).square(), keys // self.table, self.batch_size)
@@ -60,7 +60,7 @@ class RoutedReads:
         return add_rows(values, self.ids.clamp(min=0), self.table).view(self.shape)
 
     def of(self, samples: Tensor) -> EmbeddingRecord:
-        """Return the reads of some samples [b], padded with id -1."""
+        """Return the reads of samples [b], padded with id -1."""
         number = torch.full((self.batch_size,), -1, device=samples.device)
         number[samples] = torch.arange(len(samples), device=samples.device)
         chosen = (number[self.sample] >= 0) & (self.ids >= 0)
@@ -75,7 +75,7 @@ class RoutedReads:
         return EmbeddingRecord(ids, values, self.shape)
 
     def whole(self) -> EmbeddingRecord:
-        """Return the reads of all samples, padded."""
+        """Return all reads, padded."""
         return self.of(torch.arange(self.batch_size, device=self.ids.device))
 
     def real(self) -> RoutedReads:

@@ -1,4 +1,4 @@
-"""The records of several uses with equal sizes, as one record of the samples of all."""
+"""The records of several uses with equal sizes, as one."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Stacked:
     uses: int
 
     def measured(self, method: NormMethod, *, keep: bool) -> tuple[Tensor, Stacked]:
-        """Return squared norms [n, B], and records of the same sums; see `measure`."""
+        """Return squared norms [n, B], and records of the same sums."""
         norm_sq, (kept,) = measure([self.record], method, keep=keep, closing=True)
         assert isinstance(kept, PerSampleGrad | OuterProduct)
         return norm_sq.view(self.uses, -1), replace(self, record=kept)
@@ -41,13 +41,12 @@ class Stacked:
             return [OuterProduct(rows, cols, record.shape).clipped_sum(weight_B) for rows, cols, weight_B in parts]
         else:
             sums, shape = self._products(record, sum_weight_nB), record.shape
-        # Not views: each becomes a gradient of its own.
+        # Each becomes a gradient of its own.
         return torch.unbind_copy(sums.view(n, *shape))  # type: ignore[return-value]
 
     def _products(self, record: OuterProduct, sum_weight_nB: Tensor) -> Tensor:
         rows, cols = wide(record.rows), wide(record.cols)
         weight = sum_weight_nB.reshape(-1, 1, 1, 1).to(rows.dtype)
-        # Scale the smaller side.
         if rows.numel() <= cols.numel():
             rows = rows * weight
         else:
@@ -58,5 +57,5 @@ class Stacked:
         return torch.bmm(rows.mT, cols)
 
     def without(self, nonfinite_nB: Tensor) -> Stacked:
-        """See record.py; nonfinite_nB has [n, B]."""
+        """See record.py; bool [n, B]."""
         return replace(self, record=self.record.without(nonfinite_nB.flatten()))

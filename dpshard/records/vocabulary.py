@@ -22,7 +22,7 @@ class HeadRecord:
     """Gradient sum_t rho_t (x) cols_t of a weight [V, D], or of a bias [V]; see [Note: A head in chunks]."""
 
     hidden: Tensor
-    """[B, T, D]: input of the head"""
+    """[B, T, D]"""
     labels: Tensor
     """[B, T]"""
     scale: Tensor
@@ -39,7 +39,7 @@ class HeadRecord:
         return scale if len(self.shape) == 1 else wide(self.hidden.to(self.head.dtype)) * scale
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; by the Gram matrices of the forward, or by chunks of the gradient."""
+        """See record.py; by the forward's Gram matrices, or in chunks."""
         cols, known = self.cols, self.at.gram
         scale_B = self.scale_of_terms()
         if known is None or method is NormMethod.INSTANTIATE:
@@ -56,7 +56,7 @@ class HeadRecord:
         return norms(self.cols, 2).sum(1) * 2**0.5
 
     def _rows(self) -> Iterator[tuple[slice, Tensor]]:
-        """Yield chunks of classes, and rho [B, T, c]."""
+        """Yield classes, and rho [B, T, c]."""
         with without_autocast(self.hidden.device):
             for classes in self.head.chunks():
                 yield classes, rho(self.at, self.head, self.hidden, self.labels, classes)
@@ -75,7 +75,7 @@ class HeadRecord:
         return total.view(self.shape)
 
     def inner_gather(self, gather: EmbeddingRecord) -> Tensor:
-        """Inner products [B] with the gradients of a tied embedding: <sum_t rho_t[id_t'] cols_t, values_t'>."""
+        """Inner products [B] with a tied embedding: <sum_t rho_t[id_t'] cols_t, values_t'>."""
         values, ids = gather.read(), gather.ids.clamp(min=0)
         with without_autocast(self.hidden.device):
             picked_BTt = rho_at(self.at, self.head, self.hidden, self.labels, ids)
@@ -83,7 +83,7 @@ class HeadRecord:
         return products.sum((1, 2)) + hidden_by_underflow(products[0].numel(), products.dtype)
 
     def outer(self) -> OuterProduct:
-        """Return the gradient as rows and columns, with rho of all classes."""
+        """Return the gradient as rows and columns."""
         rows = torch.cat([rows for _, rows in self._rows()], 2)
         return OuterProduct(rows[:, None], self.cols[:, None], self.shape)
 
@@ -93,7 +93,7 @@ class HeadRecord:
 
     def without(self, nonfinite_B: Tensor) -> HeadRecord:
         """See record.py."""
-        # Against an infinite top, every other logit has a share of zero.
+        # Against an infinite top, other logits have shares of zero.
         top = self.at.top.masked_fill(nonfinite_B[:, None], torch.inf)
         total = self.at.total.masked_fill(nonfinite_B[:, None], 1)
         at = Positions(self.at.label_logit, top, total, None, None, self.at.label_slope)

@@ -1,4 +1,4 @@
-"""The tensors of a record: their bytes, and writes to them during backward."""
+"""The tensors of a record: their bytes, and writes to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _names: dict[type[Record], list[str]] = {}
 
 
 def versions(record: Record) -> int:
-    """Return the sum of the versions of a record's tensors; every write that torch counts raises it."""
+    """Return the sum of the versions of a record's tensors."""
     return _sum_of(record, "_version")
 
 

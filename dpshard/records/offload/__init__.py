@@ -2,7 +2,7 @@
 
 [Note: Offloaded records]
 Between its norm and its sum, a record leaves the GPU on a stream of its own, and returns on another. Six orders keep
-each copy from reading or writing memory that something else still uses:
+copies from memory that something else still uses:
 
     copy out      after  compute: the record is computed
     compute       after  copy out, before it takes the record's memory for something else
@@ -11,8 +11,7 @@ each copy from reading or writing memory that something else still uses:
     compute       after  copy in, before the sum reads the record, or the memory is freed unread
     next copy out after  copy in, before pinned memory is used again
 
-All are waits of streams for events. No use of `record_stream` lets the allocator decide when memory is free, so peaks
-repeat.
+All are waits of streams for events. No use of `record_stream` leaves memory to the allocator, so peaks repeat.
 
 A missing wait would sum other records than those whose norms are known. So trial.py compares returned records at the
 first use of a GPU; if they differ, the CPU waits, too. And every record that returns is compared by a checksum of its

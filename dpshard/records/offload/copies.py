@@ -12,29 +12,29 @@ from torch import Tensor
 from dpshard.records.offload.pinned import Cut, Pinned
 
 WINDOW = 2**28
-"""Bytes that leave while their memory is still taken, or return ahead of their sums."""
+"""Bytes that leave while their memory is taken, or return ahead of their sums."""
 
 
 class Gpu:
-    """Operations of a GPU; tests have a simulated one that finds races."""
+    """Operations of a GPU; tests simulate one."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def current(self) -> Any:
-        """Return the stream of the running computation."""
+        """Return the computation's stream."""
         return torch.cuda.current_stream(self.device)
 
     def stream(self) -> Any:
-        """Return a new stream."""
+        """Return a stream."""
         return torch.cuda.Stream(self.device)
 
     def pinned(self, nbytes: int) -> Tensor:
-        """Return pinned memory, uint8 [nbytes]."""
+        """Return pinned uint8 [nbytes]."""
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return memory of the device, uint8 [nbytes], in the order of the current stream."""
+        """Return uint8 [nbytes] of the device, in the order of the current stream."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:
@@ -47,7 +47,7 @@ class Gpu:
         return self._bytes("allocated_bytes")
 
     def could_be_taken(self) -> int:
-        """Return the bytes that all tensors could have."""
+        """Return the bytes that tensors could have."""
         return torch.cuda.mem_get_info(self.device)[0] + self._bytes("reserved_bytes")
 
     def _bytes(self, kind: str) -> int:
@@ -63,7 +63,7 @@ class Away:
     """Event after which they are there."""
     nbytes: int
     room: Tensor | None = None
-    """uint8, where they return to; longer than they are"""
+    """uint8, at least as long"""
     arrived: Any = None
     """Event after which they are there again."""
     stream: Any = None
@@ -71,21 +71,21 @@ class Away:
 
 
 class Copies:
-    """The copies of one device. `synchronous`: the CPU waits for every event, so no order rests on streams."""
+    """The copies of one device. `synchronous`: the CPU waits for every event."""
 
     def __init__(self, gpu: Gpu, *, synchronous: bool = False, window: int = WINDOW) -> None:
         self._gpu, self._synchronous, self._window = gpu, synchronous, window
         self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # with the event of the copy, and the stream of use
         self._arriving: set[Away] = set()
         self.leaving = 0
-        """Bytes under way while their memory is still taken."""
+        """Bytes under way while their memory is taken."""
         self.arriving = 0
-        """Bytes that return ahead of their use."""
+        """Bytes that return ahead of use."""
         self._out, self._into = gpu.stream(), gpu.stream()
         self._pinned = Pinned(gpu.pinned)
 
     def leave(self, x: Tensor) -> Away:
-        """Copy `x` (uint8 [n]) to the host; the caller must not write it, and may drop it."""
+        """Copy `x` (uint8 [n]) to the host; the caller may drop it, and must not write it."""
         compute = self._gpu.current()
         cut, before = self._pinned.cut(len(x))
         self._after(self._out, compute.record_event())
@@ -93,7 +93,7 @@ class Copies:
             self._after(self._out, before)
         self._gpu.copy(cut.memory, x, self._out)
         away = Away(cut, self._out.record_event(), len(x))
-        # A reference keeps the memory until its stream has waited.
+        # Keep the memory until its stream has waited.
         self._leaving.append((x, away.left, compute))
         self.leaving += x.nbytes
         while len(self._leaving) > 1 and self.leaving > self._window:
@@ -107,7 +107,7 @@ class Copies:
         self.leaving -= x.nbytes
 
     def begin_return(self, away: Away) -> None:
-        """Begin the copy of `away` to the device, unless it has begun."""
+        """Begin the copy to the device, unless it has begun."""
         if away.cut is None:
             return
         compute = self._gpu.current()
@@ -129,14 +129,14 @@ class Copies:
         self._after(compute, away.arrived)
         if compute != away.stream:
             self._after(away.stream, away.arrived)
-            room.record_stream(compute)  # allocated in the order of another stream
+            room.record_stream(compute)  # allocated in another stream's order
         self._arriving.remove(away)
         self.arriving -= away.nbytes
         away.room = None
         return room
 
     def forget(self, away: Away) -> None:
-        """Drop bytes without fetching them."""
+        """Drop bytes."""
         if away.cut is not None:
             away.cut.let_go()
         elif away in self._arriving:
@@ -146,12 +146,11 @@ class Copies:
         away.cut = away.room = None
 
     def settle(self) -> None:
-        """Let go of the memory of all records that left."""
+        """Let go of the memory of records that left."""
         while self._leaving:
             self._free_oldest()
 
     def __del__(self) -> None:
-        """Keep copies under way from memory that others get."""
         for away in list(self._arriving):
             self.forget(away)
         self.settle()

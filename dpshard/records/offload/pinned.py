@@ -1,4 +1,4 @@
-"""Pinned memory of the host, allocated once and used again."""
+"""Pinned memory, allocated once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 from torch import Tensor
 
 _SLAB = 2**28
-"""Bytes of a slab. torch rounds pinned memory up to powers of two, so single records would waste a third."""
+"""torch rounds pinned memory up to powers of two, so single records would waste a third."""
 _ALIGNED = 2**9
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory that is cut from the front, and used again once all its cuts are let go."""
+    """Memory cut from the front, and used again once all its cuts are let go."""
 
     memory: Tensor
     """uint8 [n], pinned"""
     used: int = 0
     cuts: int = 0
     read: Any = None
-    """Event of the last copy from here to the device; copies run in order."""
+    """Event of the last copy from here to the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,7 +46,7 @@ class Pinned:
         self._slabs: list[Slab] = []
 
     def cut(self, nbytes: int) -> tuple[Cut, Any]:
-        """Return `nbytes` of pinned memory, and the event before which it must not be written, or None."""
+        """Return pinned memory, and the event before which it must not be written."""
         for slab in self._slabs:
             if slab.cuts == 0:
                 slab.used = 0

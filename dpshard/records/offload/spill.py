@@ -26,7 +26,7 @@ RESERVE = 1 / 8
 
 
 class Offload:
-    """The waiting records of one model. `keep`: "auto", or the GiB of records that stay on the device."""
+    """The waiting records of one model. `keep`: "auto", or the GiB that stay on the device."""
 
     def __init__(self, keep: float | Literal["auto"], gpu: Callable[[torch.device], Gpu] | None = None) -> None:
         self._keep: float | Literal["auto"] = keep
@@ -38,7 +38,7 @@ class Offload:
         return self._keep == "auto"  # the memory in use includes them
 
     def wait(self, name: str, record: Record) -> Waiting:
-        """Take a measured record of a parameter, and let what does not fit leave."""
+        """Take a measured record, and let what does not fit leave."""
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
         if self._spill is None:
@@ -62,7 +62,7 @@ class Offload:
         return gpu, Copies(gpu, synchronous=needs_the_cpu(device))
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
-        """Begin to return records, because their sums come next."""
+        """Begin to return records, whose sums come next."""
         if self._spill is not None:
             self._spill.expect(waiting)
 
@@ -75,17 +75,15 @@ class Offload:
         return waiting.kind(**values), differs
 
     def take_differing(self) -> Tensor | None:
-        """Return, once, whether any record differed when it returned: bool [], None if none was away."""
+        """Return, once, whether any returned record differed: bool [], None without one."""
         return None if self._spill is None else self._spill.take_differing()
 
 
 class _Spill:
-    """The storages of waiting records, on one device."""
-
     def __init__(self, keep: float | Literal["auto"], gpu: Gpu, copies: Copies) -> None:
         self._auto, self._gpu, self._copies = keep == "auto", gpu, copies
         self._limit = math.inf if keep == "auto" else keep * 2**30
-        self._here = 0  # bytes of waiting records on the device
+        self._here = 0  # of waiting records on the device
         self._known: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
         self._victims: list[tuple[float, int, weakref.ref[Storage]]] = []  # heap: the next one to leave first
         self._arrivals, self._clock = itertools.count(), itertools.count()
@@ -110,14 +108,13 @@ class _Spill:
         x = x.detach().resolve_conj().resolve_neg()
         if 2 * x.nbytes < x.untyped_storage().nbytes():
             x = x.clone(memory_format=torch.contiguous_format)  # the rest would keep its memory, or leave with it
-        # A tensor that was written since has another version.
+        # A tensor that was written has another version.
         key = x.untyped_storage()._cdata, x._version
         storage = self._known.get(key)
         if storage is None or storage.nbytes != x.untyped_storage().nbytes():
             storage = self._known[key] = Storage(x, name, self._drop)
             self._here += storage.nbytes
-            # The record that is summed last has most time to return (Belady 1966). Before the first sums, the oldest
-            # one leaves.
+            # The record that is summed last has most time to return (Belady 1966).
             turn = -self._turn.get(name, math.inf)
             heapq.heappush(self._victims, (turn, next(self._arrivals), weakref.ref(storage)))
         elif storage.checksum is not None:

@@ -25,16 +25,16 @@ class Storage:
         self.nbytes, self.name = self.place.nbytes, name
         self._watched: Tensor | None = x.detach()  # its version counts writes, until it has left
         self._version = x._version
-        # While it lives, no other storage gets this address, even if this one is freed.
+        # While it lives, no other storage gets this address.
         self._source = StorageWeakRef(x.untyped_storage())
         self.checksum: Tensor | None = None
-        """Of the bytes that left; None if they never did."""
+        """Of the bytes that left."""
         self.differs: Tensor | None = None
         """bool []: other bytes returned."""
         self._drop = drop
 
     def copy_bytes(self) -> None:
-        """Copy bytes that are on the device, because others may write to them."""
+        """Copy bytes on the device, which others may write."""
         if isinstance(self.place, Tensor):
             self.require_unwritten()
             self._watched = None
@@ -46,7 +46,7 @@ class Storage:
             raise changed(self.name)
 
     def leave(self, copies: Copies) -> None:
-        """Let the bytes leave; `place` must be a tensor."""
+        """Let the bytes leave."""
         assert isinstance(self.place, Tensor)
         self.require_unwritten()
         self._watched = None
@@ -54,7 +54,6 @@ class Storage:
         self.place = copies.leave(self.place)
 
     def __del__(self) -> None:
-        """Give the memory back."""
         self._drop(self)
 
 
@@ -70,7 +69,7 @@ class View:
     """Elements before it."""
 
     def on(self, memory: Tensor) -> Tensor:
-        """Return the tensor in `memory`, the bytes of the storage."""
+        """Return the tensor in the storage's bytes."""
         whole = memory[: len(memory) // self.dtype.itemsize * self.dtype.itemsize]
         return whole.view(self.dtype).as_strided(self.size, self.stride, self.offset)
 
@@ -83,12 +82,12 @@ class Waiting:
     """Parameter."""
     kind: type[Any]
     values: dict[str, Any]
-    """Fields of the record; tensors that may leave as views."""
+    """Fields of the record; tensors may be views."""
     versions: int | None = None
-    """Of the record's tensors, if they stay as they are."""
+    """Of tensors that stay."""
 
     def storages(self) -> list[Storage]:
-        """Return the storages of the record."""
+        """Return the storages."""
         return [value.storage for value in self.values.values() if isinstance(value, View)]
 
     def require_unwritten(self) -> None:
@@ -97,7 +96,7 @@ class Waiting:
             raise changed(self.name)
 
     def copied(self, memory: OwnMemory) -> Waiting:
-        """Return the record in memory of its own."""
+        """Return the record in its own memory."""
         for storage in self.storages():
             storage.copy_bytes()
         self.require_unwritten()
@@ -106,5 +105,5 @@ class Waiting:
 
 
 def bytes_of(x: Tensor) -> Tensor:
-    """Return the whole storage of `x`, uint8 [n]."""
+    """Return the storage of `x`, uint8 [n]."""
     return torch.empty(0, dtype=torch.uint8, device=x.device).set_(x.untyped_storage())

@@ -13,13 +13,12 @@ from dpshard.records.offload.copies import Copies, Gpu
 
 _ROUNDS, _RECORDS, _BYTES = 3, 12, 2**23
 _IN_WINDOW = 2
-"""Records that leave before memory is used again."""
 
 
 @functools.cache
 def needs_the_cpu(device: torch.device) -> bool:
-    """Return True if streams do not keep the orders of [Note: Offloaded records] on `device`; warn if so."""
-    with ThreadPoolExecutor(1) as thread:  # which has no modes of torch, streams or settings of the caller
+    """Return True if streams do not keep the orders of [Note: Offloaded records]; warn if so."""
+    with ThreadPoolExecutor(1) as thread:  # without modes of torch, streams or settings of the caller
         if thread.submit(returned_as_it_left, Gpu(device), _BYTES).result():
             return False
     warnings.warn(
@@ -31,7 +30,7 @@ def needs_the_cpu(device: torch.device) -> bool:
 
 
 def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
-    """Return True if all bytes return while the device computes; waits for it once."""
+    """Return True if all bytes return while the device computes."""
     copies, equal = Copies(gpu, window=_IN_WINDOW * nbytes), []
     with torch.inference_mode():
         load = torch.ones(min(2048, nbytes), min(2048, nbytes), device=gpu.device)
@@ -40,7 +39,7 @@ def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
             for i in range(_RECORDS):
                 load = _busy(load)  # without its wait, the copy out would come too early
                 away.append(copies.leave(_content(turn, i, nbytes, load)))
-                _ = torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device)  # uses memory that is free again
+                _ = torch.full((nbytes,), 255, dtype=torch.uint8, device=gpu.device)  # uses freed memory
             for i, some in enumerate(away):
                 for ahead in away[i : i + 1 + _IN_WINDOW]:
                     copies.begin_return(ahead)
@@ -52,7 +51,7 @@ def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
 
 
 def _content(turn: int, i: int, nbytes: int, load: Tensor) -> Tensor:
-    """Zero times `load`, a number, makes the bytes wait for it."""
+    """Zero times `load` makes the bytes wait for it."""
     zero = (load[0, 0] * 0).to(torch.uint8)
     return (torch.arange(nbytes, dtype=torch.int32, device=load.device) % (97 + _RECORDS * turn + i)).to(
         torch.uint8
