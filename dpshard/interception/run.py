@@ -1,8 +1,8 @@
 """One outermost call of a module, to repeat on some of its samples.
 
 [Note: Units]
-A sample is a unit of K = `rows_per_unit` adjacent rows. Only here rows become units: `Run.leaves` have dimensions of
-both, and `Run.on` joins them. To all other code the rows of a unit were flattened into the batch.
+A sample is a unit of K = `rows_per_unit` adjacent rows. `Run.leaves` have dimensions of both, which only `Run.on`
+joins; see docs/architecture.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""FLOPs of the kernels, for torch's FlopCounterMode, which takes a second to load; import this module to count them."""
+"""FLOPs of the kernels, for torch's FlopCounterMode; import this module to count them."""
 
 from __future__ import annotations
 

@@ -1,13 +1,13 @@
 """Normals by the element, for GPUs: the definition of their noise.
 
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3". So elements [a, b) are computed without the others, equal on every device
-up to the last bits of a logarithm and a cosine. It passes statistical tests but is not a cipher.
+"Parallel random numbers: as easy as 1, 2, 3". So every device computes equal elements [a, b) without the others, up to
+the last bits of a logarithm and a cosine. It passes statistical tests but is not a cipher.
 
 160 bits name a stream: the key, and the upper three words of the counter. Element k lies in half k // HALF % 2 of a
 tile of 2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the
-first takes the cosine and the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The
-angle has 24 bits in float32, and 53 in float64.
+first takes the cosine, the second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle
+has 24 bits in float32, and 53 in float64.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ HALF = 512
 """Counters per tile; part of the meaning of a stream."""
 
 Stream = Sequence[int]
-"""Three integers of 64 bits: the key, and 96 bits for the counter, the lowest first."""
+"""64-bit integers: the key, and 96 bits for the counter, the lowest first."""
 
 _WORD = 0xFFFFFFFF
 
@@ -34,7 +34,7 @@ def philox(stream: Stream, counter: Tensor) -> list[Tensor]:
     upper = (low & _WORD, low >> 32 & _WORD, high & _WORD)
     c0, c1, c2, c3 = counter, *(torch.full_like(counter, word) for word in upper)
     for _ in range(10):
-        # 64-bit products wrap around into the sign; the mask after the shift removes copies of the sign.
+        # Products wrap around into the sign; the mask after the shift removes copies of the sign.
         product_0, product_2 = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1 = (product_2 >> 32 & _WORD) ^ c1 ^ key_0, product_2 & _WORD
         c2, c3 = (product_0 >> 32 & _WORD) ^ c3 ^ key_1, product_0 & _WORD

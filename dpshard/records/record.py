@@ -1,15 +1,6 @@
-"""The kinds of records.
+"""The kinds of records, which docs/architecture.md lists.
 
 [Note: Records]
-A use of a parameter leaves a record. B samples, G groups of a weight, T positions, R rows, C columns:
-
-    OuterProduct     rows [B, G, T, R], cols [B, G, T, C]     gradient of sample i: sum_t rows_it (x) cols_it, [G, R, C]
-    Convolution      input [B, k, ...], gradient [B, k, ...]  an OuterProduct with the windows of the input as columns
-    EmbeddingRecord  ids [B, T], values [B, T, C]             values_it added to row ids_it, [V, C]
-    PerSampleGrad    gradient [B, *shape]                     the gradient itself
-    RoutedProduct    rows [N, R], cols [N, C]                 an OuterProduct of the rows of all samples, in any order
-    RoutedReads      ids [N], values [N, C]                   an EmbeddingRecord of them
-    HeadRecord       hidden [B, T, D], labels [B, T]          an OuterProduct whose rows are computed again, in chunks
 
     norm_sq          squared norms [B], float32 or wider
     per_sample       per-sample gradients [B, *shape]

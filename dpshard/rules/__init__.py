@@ -1,4 +1,4 @@
-"""Rules: for each torch function, how one use of a trainable parameter becomes records of per-sample gradients.
+"""Rules: for each torch function, how a use of a trainable parameter becomes records.
 
 Import new files below, so that `@rule` registers their rules. Not for users. Begin with `call.py`, then `linear.py`.
 """

@@ -1,4 +1,4 @@
-"""The interface of rules: a torch function call with trainable parameters, and the ways to record the use."""
+"""The interface of rules: a torch function call, and the ways to record the use."""
 
 from __future__ import annotations
 
@@ -15,18 +15,16 @@ from dpshard.records import Record
 
 @dataclass(frozen=True, slots=True)
 class BatchAxis:
-    """The dimension in which a tensor carries the samples of the micro-batch."""
+    """The dimension in which a tensor carries the samples."""
 
     dim: int
     adjacent: int = 0
-    """Of B * k rows: adjacent ones of a sample. 0: all k ([B, k]); 1: none ([k, B]); K, the rows of a unit: [k / K, B,
-    K].
-    """
+    """Adjacent rows of a sample among B * k. 0: all k ([B, k]); 1: none ([k, B]); K of a unit: [k / K, B, K]."""
     routed: bool = False
     """True if the data decides the order of rows, so every row counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension here."""
+        """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension in place."""
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
@@ -47,7 +45,7 @@ class BatchAxis:
 
 
 Replay = Callable[[dict[str, Tensor]], Tensor]
-"""From the values of the trainable parameters by name to a derived tensor."""
+"""From trainable parameters by name to a derived tensor."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,40 +55,39 @@ class Source:
     label: str
     """Parameter name, or the derivation: "__getitem__(positions, slice(None, 6, None))[0]"."""
     form: str
-    """`label` without lengths and constants, for inputs of any length."""
+    """`label` without lengths and constants."""
     roots: tuple[str, ...]
-    """Names of its trainable parameters."""
+    """Names of its parameters."""
     shape: tuple[int, ...]
     replay: Replay
     isometric: bool
     """True if it only rearranges or selects elements of its one root, which preserves norms."""
     exact: bool
-    """True if equal labels mean equal functions of the parameters (no constants)."""
+    """True if equal labels mean equal functions of the parameters."""
     transpose_of: Source | None = None
-    """Matrix that this is the transpose of; products with this are recorded there."""
+    """Records go to this matrix."""
     slice_of: tuple[Source, int] | None = None
     """Source with this as one element along dimension 0, and its index: an expert's weight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """Makes the records of one use; uses with equal recipes can be recorded as one use of the samples of all."""
+    """Makes the records of one use; uses with equal recipes may be recorded as one use of all samples."""
 
     axis: BatchAxis
-    """Where each tensor carries the samples."""
     batch_size: int
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
-        """Return a record for each source, of the tensors kept in forward and the output gradient (last)."""
+        """Return a record for each source, of the kept tensors and the output gradient (last)."""
 
 
 Build = Recipe | Callable[..., Sequence[tuple[Source, Record]]]
-"""From the tensors kept in forward and the output gradient (last) to the records of the sources."""
+"""From the kept tensors and the output gradient (last) to the records."""
 
 
 def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
-    """Return the records of a use of `sources`, each with its source."""
+    """Return the records of a use, each with its source."""
     return [*zip(sources, build(*tensors), strict=True)] if isinstance(build, Recipe) else build(*tensors)
 
 
@@ -98,7 +95,7 @@ Hold = Callable[[Tensor], Tensor]
 """See Call.hold."""
 
 Output = tuple[Tensor, tuple[Tensor, ...]]
-"""The output of a function, and the tensors to keep for backward."""
+"""The output, and the tensors to keep for backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +107,8 @@ class Planned:
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
     """From input, weight and bias, cut off from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From the output gradient and the weight to the input gradient, if all other differentiable operands are sources.
-    The function and its tap can then be one autograd node.
+    """From output gradient and weight to the input gradient, if other differentiable operands are sources; one autograd
+    node.
     """
 
 
@@ -134,7 +131,7 @@ class Call(Protocol):
         ...
 
     def axis(self, x: Tensor) -> BatchAxis | None:
-        """Return the batch axis of `x`, or None if it carries no samples."""
+        """Return the batch axis of `x`, or None."""
         ...
 
     def hold(self, x: Tensor) -> Tensor:
@@ -146,7 +143,7 @@ class Call(Protocol):
         ...
 
     def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run the call as planned, and tap the output; equal calls repeat the plan."""
+        """Run and tap the call as planned; equal calls repeat the plan."""
         ...
 
     def per_sample(self, x: Tensor) -> Tensor:
@@ -154,12 +151,12 @@ class Call(Protocol):
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error, with parameter, module and function."""
+        """Return an error with parameter, module and function."""
         ...
 
 
 def batch_axis(call: Call, x: Tensor) -> BatchAxis:
-    """Return the batch axis of `x`; raise BatchLayoutError if it has none."""
+    """Return the batch axis of `x`, or raise BatchLayoutError."""
     axis = call.axis(x)
     if axis is None:
         raise BatchLayoutError(str(call.refuse("its data input carries no samples of the micro-batch")))
@@ -176,7 +173,7 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> 
     if shape[dim] != 1:
         raise call.refuse(f"its dimension {dim} of size {shape[dim]} lies along the samples of the micro-batch")
     copies = call.per_sample(x).reshape(B, *shape)
-    # The size-1 dimension at `dim` becomes the k rows of a sample; autograd sums their gradients.
+    # Size 1 at `dim` becomes the k rows of a sample.
     k = size // B
     return BatchAxis(dim, adjacent).merge(
         copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k

@@ -1,4 +1,4 @@
-"""Functions of torch.nn.functional that serve as their own composition, in their Python code."""
+"""Functions of torch.nn.functional that serve as their own composition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions and transposed convolutions in 1, 2 and 3 dimensions, also grouped."""
+"""Convolutions and transposed convolutions in 1, 2 and 3 dimensions."""
 
 from __future__ import annotations
 
@@ -105,5 +105,4 @@ def _record(
 
 
 def _images(x: Tensor, dims: int) -> Tensor:
-    """[B, k, C, ...], k images per sample."""
     return x if x.dim() > dims else x[:, None]

@@ -1,7 +1,7 @@
-"""Tensors derived only from trainable parameters: how their records go back to their roots.
+"""How records of tensors derived only from trainable parameters go back to their roots.
 
 The Jacobian of a derivation does not depend on the samples. Rearranging or selecting elements preserves norms, so only
-the clipped sum goes back. Other derivations take back the per-sample gradients, by one vector-Jacobian product each.
+the clipped sum goes back. Other derivations take back per-sample gradients, by one vector-Jacobian product each.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ _ISOMETRIC_NAMES = (
     *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Functions that move or pick elements of one tensor, each at most once. Complex elements keep both parts, so a cast
-from real numbers is not isometric.
-"""
+"""Move or pick elements of one tensor, each at most once. A cast from real numbers to complex ones is not isometric."""
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
@@ -54,7 +52,7 @@ def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Te
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)
     with warnings.catch_warnings():
-        # vmap runs some functions (weight_norm) sample by sample; there is no faster way.
+        # vmap runs some functions (weight_norm) sample by sample.
         warnings.filterwarnings("ignore", "There is a performance drop")
         (roots,) = torch.func.vmap(vjp)(gradient)
     return {name: PerSampleGrad(as_real(root)) for name, root in roots.items()}

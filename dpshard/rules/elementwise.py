@@ -1,7 +1,4 @@
-"""Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens).
-
-The gradients of one copy per sample are the per-sample gradients.
-"""
+"""Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens)."""
 
 from __future__ import annotations
 
@@ -26,10 +23,9 @@ _DIVISIONS = ("truediv", "rtruediv", "itruediv", "div", "rdiv", "idiv")
 ELEMENTWISE = functions_named(
     (*_NAMES, *(f"{name}_" for name in _NAMES), *(f"__{name}__" for name in _OPERATORS + _DIVISIONS))
 )
-"""Output elements depend on one element of each argument."""
 
 
-# Attention broadcasts its mask (a learned position bias) and learned queries like an elementwise function.
+# Attention broadcasts its mask and learned queries like an elementwise function.
 @rule(*ELEMENTWISE, F.scaled_dot_product_attention)
 def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     """Any elementwise function of data, constants and parameters, with broadcasting."""
@@ -72,7 +68,7 @@ def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
 
 @rule(Tensor.expand, Tensor.broadcast_to, torch.broadcast_to, Tensor.expand_as)
 def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
-    """Expand a parameter of size 1 along the samples to B: class tokens, learned queries."""
+    """Expand a parameter of size 1 along the samples to B."""
     axis = call.output_axis
     if axis is None:
         raise call.refuse("its output carries no samples of the micro-batch")
@@ -99,7 +95,7 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     shape = (1,) * (len(times) - len(source.shape)) + source.shape
     B, each = call.batch_size, shape[axis.dim]
     k, rest = divmod(times[axis.dim], B)
-    # Values of the parameter cannot tell the order of rows. Those of a unit lie as in the inputs.
+    # Values cannot tell the order of rows; those of a unit lie as in the inputs.
     if rest or k not in (1, call.rows_per_unit) or (axis.adjacent and each > 1):
         raise call.refuse(f"it is repeated {times[axis.dim]} times along the samples, but there are {B}")
     copies = call.per_sample(x).reshape(B, *shape)

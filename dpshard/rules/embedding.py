@@ -1,4 +1,4 @@
-"""Tables read by index: F.embedding, F.embedding_bag, `table[ids]` and others."""
+"""Tables read by index."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def embedding_of_cpp(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table [V, C], by the function in C++: weight first, and a `padding_idx` of -1 means none."""
+    """Rows of a table in C++: weight first, and a `padding_idx` of -1 means none."""
     _refuse_options(call, None, scale_grad_by_freq, sparse)
     output = torch.embedding(call.plain(weight), indices, padding_idx)
     return _record(call, indices, output, weight, None if padding_idx == -1 else padding_idx)
@@ -89,7 +89,7 @@ def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -
 def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Any function that reads elements of a parameter at places that the data choose.
 
-    Run on the elements' numbers, it shows which ones it reads.
+    Run on the elements' numbers, it shows which.
     """
     source, axis, B = call.source(table), call.output_axis, call.batch_size
     if source is None or axis is None:
@@ -109,7 +109,7 @@ def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def _read_whole(func: Callable[..., Any], table: Tensor, args: tuple[Any, ...]) -> int:
-    """Return how many trailing dimensions of `table` an index keeps whole; 0 is always right."""
+    """Return how many trailing dimensions an index keeps whole; 0 is always right."""
     if func is not Tensor.__getitem__:
         return 0
     index = args[0] if isinstance(args[0], tuple) else (args[0],)

@@ -1,4 +1,4 @@
-"""Linear maps of the last dimension: F.linear, addmm (GPT-2's Conv1D), matmul with a matrix on the right, bilinear."""
+"""Linear maps of the last dimension."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.rules.call import BatchAxis, Call, Hold, Output, Planned, Recipe, S
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
-# DeepSpeed's zero.Init replaces F.linear in the whole process, perhaps before this import.
+# DeepSpeed's zero.Init replaces F.linear, perhaps before this import.
 _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 
@@ -31,14 +31,14 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = _linear(input, weight, bias)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and output._is_view():
-        # Backward does not need addmm's view. A tap on a view would make autograd copy the base's gradient, twice.
+        # A tap on addmm's view would make autograd copy the base's gradient, twice.
         return torch.ops.aten._unsafe_view.default(output, output.shape)
     return output
 
 
 @rule(torch.addmm, Tensor.addmm)
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Y = b + x W with W [D, P]: the Conv1D of GPT-2, with x flattened to [B * T, D]."""
+    """Y = b + x W with W [D, P] and x [B * T, D]: the Conv1D of GPT-2."""
     if beta != 1 or alpha != 1 or call.source(mat1) or input.shape != mat2.shape[1:] or not _is_matrix(call, mat2):
         return vectorized(call, *call.args, **call.kwargs)
     return _record(call, lambda x, w, b: torch.addmm(b, x, w), mat1, mat2, input, transposed=True)
@@ -46,7 +46,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
-    """Y = x W with W [D, P]; sample by sample with the parameter on the left, or of another rank."""
+    """Y = x W with W [D, P]; otherwise sample by sample."""
     if call.source(input) or not _is_matrix(call, other) or input.dim() < 2:
         return vectorized(call, input, other)
     return _record(call, lambda x, w, _: torch.matmul(x, w), input, other, None, transposed=True)
@@ -81,7 +81,6 @@ def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: T
 
 
 def _rows(axis: BatchAxis, x: Tensor, B: int) -> Tensor:
-    """[B, T, D]; D may be 0."""
     of_samples = axis.split(x, B)
     return of_samples.flatten(1, -2) if of_samples.dim() > 2 else of_samples[:, None]
 
@@ -94,11 +93,10 @@ def _is_matrix(call: Call, x: Tensor) -> bool:
 def _record(
     call: Call, product: Callable[..., Tensor], input: Tensor, weight: Tensor, bias: Tensor | None, *, transposed: bool
 ) -> Tensor:
-    """`transposed`: W [D, P]."""
     axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
     gradient = _through_transposed if transposed else _through
     if w is not None and w.transpose_of is not None:
-        # So a head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
+        # A head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
         w, transposed = w.transpose_of, not transposed
     recorded, shape = w is not None, None if w is None else w.shape
     whole = recorded and (bias is None or b is not None)
@@ -106,7 +104,7 @@ def _record(
     def run(hold: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
         input = hold(input) if recorded else input
         output = product(input, weight, bias)
-        # Autocast multiplied in the output's precision, so the weight gradient uses that copy of the input.
+        # Autocast multiplied in the output's precision.
         return output, (input.to(output.dtype),) if recorded else ()
 
     recipe = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
@@ -125,7 +123,7 @@ def _through_transposed(g: Tensor, weight: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Products(Recipe):
     shape: tuple[int, ...] | None
-    """Of the weight; None if it is no source."""
+    """Of the weight, if a source."""
     has_bias: bool
     transposed: bool
 

@@ -1,4 +1,4 @@
-"""Normalisation layers with weight and bias: layer, group, instance and RMS norm, and batch norm in eval mode."""
+"""Normalisation layers with weight and bias; batch norm in eval mode."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
 class _Moments:
     eps: float
     groups: int = 0
-    """Groups of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
+    """Of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
     centered: bool = True
-    """True if it subtracts the mean."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +106,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Weight and bias per channel; refuse running statistics: they would publish data without noise."""
+    """Weight and bias per channel; running statistics would publish data without noise."""
     if use_input_stats and running_mean is not None:
         raise call.refuse(
             "its running statistics are updated from the data without noise; use track_running_stats=False",
@@ -137,7 +136,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """In eval mode a fixed affine map per channel; refuse training mode, which mixes samples."""
+    """In eval mode a fixed affine map per channel; training mode mixes samples."""
     if training:
         raise call.refuse(
             "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "
@@ -193,12 +192,12 @@ def _affine(
 @dataclass(frozen=True, slots=True)
 class _Sums(Recipe):
     weight: tuple[int, ...] | None
-    """Its shape, or None if it is no source."""
+    """Its shape, if a source."""
     bias: tuple[int, ...] | None
     normalize: Normalize
     moments: _Moments | None
     rank: int
-    """Dimensions of a sample."""
+    """Of a sample."""
     trailing: bool
 
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
@@ -211,7 +210,7 @@ class _Sums(Recipe):
             return pair if self.bias is not None else pair[:1]
         records: list[Record] = []
         if self.weight is not None:
-            # In place: on CPUs, page faults of a fresh tensor would cost more than the product.
+            # In place: page faults of a fresh tensor cost more than the product.
             records.append(self._reduced(self.normalize(wide(tensors[0]), None, None).mul_(g), self.weight))
         if self.bias is not None:
             records.append(self._reduced(g, self.bias))

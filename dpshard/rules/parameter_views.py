@@ -22,7 +22,7 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     name, arguments = function_name(func), (*args, *kwargs.values())
     alike = output.is_complex() == tensors[0].is_complex()
     if torch.compiler.is_compiling():
-        # Never replayed, because the rehearsal made the slots; dynamo cannot rebuild every closure.
+        # Never replayed; dynamo cannot rebuild every closure.
         replay = _never_replayed
     elif name in _CASTS and len(parents) == 1 and alike:
         # The cast would round the clipped sum in half precision.
@@ -68,7 +68,7 @@ def _never_replayed(values: dict[str, Tensor]) -> Tensor:
 
 
 def _element(index: Any) -> int | None:
-    """Return the one element along dimension 0 that an index picks, such as an expert's number."""
+    """Return the one element along dimension 0 that an index picks."""
     if isinstance(index, Tensor):
         whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
     else:

@@ -1,8 +1,4 @@
-"""Recurrent layers and cells, as compositions of functions with rules.
-
-`torch.lstm` and others hide their steps. Here one call uses the inputs' weight for all steps; each step uses the
-states' weight, and the records join.
-"""
+"""Recurrent layers and cells, as compositions of functions with rules, because `torch.lstm` hides its steps."""
 
 from __future__ import annotations
 
@@ -49,9 +45,9 @@ CELLS = {"lstm": _lstm, "gru": _gru, "rnn_tanh": _rnn_tanh, "rnn_relu": _rnn_rel
 def _run(
     cell: Cell, steps: Sequence[Tensor], state: State, w_hh: Tensor, b_hh: Tensor | None, w_hr: Tensor | None
 ) -> tuple[list[Tensor], State]:
-    """Return the outputs of all steps, and the last state of every row.
+    """Return the outputs of all steps, and the last states.
 
-    In packed sequences the last rows end. Backwards in time, rows begin, from their rows of `state`.
+    In packed sequences the last rows end; backwards in time, they begin, from their rows of `state`.
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)
@@ -109,7 +105,7 @@ def _layers(
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
     """Turn states [L, B, H] into L states [B, H], as sequences of length L, so that rows keep their samples.
 
-    `rows` [B, D]: first rows of the input; new zeros would have no samples.
+    `rows` [B, D] have samples, which new zeros would lack.
     """
     if not state.requires_grad and not state.any():
         return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)
@@ -124,7 +120,7 @@ def _padded(states: Sequence[Tensor]) -> Tensor:
 
 def _layer_of(cell: Cell) -> Callable[..., tuple[Tensor, ...]]:
     def layer(x: Tensor, second: Any, third: Any, fourth: Any, *options: Any) -> tuple[Tensor, ...]:
-        if isinstance(fourth, (tuple, list)):  # rows, sizes, state, weights: a packed sequence
+        if isinstance(fourth, (tuple, list)):  # a packed sequence
             states = (third,) if isinstance(third, Tensor) else third
             biased, num_layers, dropout, train, bidirectional = options
             return _layers(cell, x, second.tolist(), states, fourth, biased, num_layers, dropout, train, bidirectional)

@@ -19,7 +19,7 @@ COMPOSITES: dict[Function, Function] = {}
 
 
 def rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule; it gets the Call and the function's own arguments."""
+    """Register a rule; it gets the Call and the function's arguments."""
     return _put_into(RULES, *functions)
 
 
@@ -29,7 +29,7 @@ def routed_rule(*functions: Function) -> Callable[[Rule], Rule]:
 
 
 def composite(function: Function) -> Callable[[Function], Function]:
-    """Register a replacement of a torch function, with equal arguments and result."""
+    """Register a replacement, with equal arguments and result."""
     return _put_into(COMPOSITES, function)
 
 

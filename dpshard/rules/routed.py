@@ -1,11 +1,9 @@
-"""Routed rows, as experts get them: all samples' rows side by side; `Call.samples` has the sample of each.
+"""Routed rows, as experts get them; `Call.samples` has the sample of each.
 
 [Note: Rules for routed rows]
 Rules that compute output row n from input row n only treat rows as samples; `records.of_samples` assigns their records.
-Grouped products depend on where rows lie, so they have their own rule.
-
-A sample's gradient of a weight [G, ...] of experts consists of its rows, each in its group. An expert without rows has
-a gradient of zero, and noise like any other.
+Grouped products depend on where rows lie, so they have their own rule. An expert without rows has a gradient of zero,
+and noise like any other.
 """
 
 from __future__ import annotations
@@ -24,7 +22,7 @@ from dpshard.rules.registry import routed_rule
 from dpshard.rules.torch_functions import functions_named
 
 GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
-"""Products of rows [N, K], sorted by group, with a weight per group [G, K, P]; `offs` [G]: ends of the groups."""
+"""Rows [N, K], sorted by group, times a weight per group [G, K, P]; `offs` [G]: ends of the groups."""
 
 
 @routed_rule(*GROUPED)
@@ -50,7 +48,7 @@ def grouped_mm(
 
 
 def without_rows(source: Source, like: Tensor, batch_size: int) -> tuple[Source, Record]:
-    """Return the record of an expert that no row met."""
+    """Return the record of an expert without rows."""
     weight = source if source.slice_of is None else source.slice_of[0]
     none = torch.zeros(0, dtype=torch.int64, device=like.device)
     rows, cols = like.new_zeros(0, 1), like.new_zeros(0, (1, *weight.shape)[-1])
@@ -58,10 +56,10 @@ def without_rows(source: Source, like: Tensor, batch_size: int) -> tuple[Source,
 
 
 def at_samples(source: Source, record: Record, sample_N: Tensor, batch_size: int) -> tuple[Source, Record]:
-    """Assign the record of N rows, treated as samples, to the rows' samples."""
+    """Assign the record of N rows to the rows' samples."""
     record = of_samples(record, sample_N, batch_size)
     if source.slice_of is None or not isinstance(record, RoutedProduct):
         return source, record
-        # At the weight of all experts it joins the other experts' records.
+        # There it joins the other experts' records.
     weight, group = source.slice_of
     return weight, replace(record, group=torch.full_like(record.group, group), shape=torch.Size(weight.shape))

@@ -13,7 +13,7 @@ Function = Callable[..., Any]
 
 
 def tensors_of(args: Any) -> list[Tensor]:
-    """Return the tensors among arguments, in order, also within lists and dicts."""
+    """Return the tensors among arguments, also within lists and dicts."""
     found: list[Tensor] = []
     for x in args.values() if isinstance(args, dict) else args:
         if isinstance(x, Tensor):
@@ -34,13 +34,13 @@ def differentiable(x: Tensor) -> bool:
 
 
 def function_name(func: Function) -> str:
-    """Return the name of a torch function, or of the tensor property that it gets."""
+    """Return the name of a torch function or property."""
     name = getattr(func, "__name__", str(func))
     return func.__self__.__name__ if name == "__get__" else name  # type: ignore[attr-defined]
 
 
 def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor)) -> frozenset[Function]:
-    """Return all functions of these names in `owners`."""
+    """Return all functions of these names."""
     names = tuple(names)
     return frozenset(getattr(owner, name) for owner in owners for name in names if hasattr(owner, name))
 
@@ -48,7 +48,7 @@ def functions_named(names: Iterable[str], owners: Iterable[Any] = (torch, Tensor
 def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
     """Turn `w.type_as(x)` and `w.to(x)` into functions of w only."""
     if func is Tensor.unflatten:
-        return torch.unflatten, args  # the method calls super(), which dynamo cannot trace in a mode
+        return torch.unflatten, args  # dynamo cannot trace the method in a mode
     if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
         return Tensor.to, (args[0], args[1].device, args[1].dtype)
     return func, args

@@ -1,6 +1,6 @@
 """Functions run sample by sample (vmap), with one copy of the parameter a sample.
 
-Exact for differentiable functions that treat samples independently, but large parameters have cheaper rules.
+Exact for differentiable functions that treat samples independently.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from dpshard.rules.registry import rule
     F.pairwise_distance,
 )
 def vectorized(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the function under vmap over the samples; parameters enter as [B, *shape]."""
+    """Run the function under vmap; parameters enter as [B, *shape]."""
     if call.output_axis is None:
         raise call.refuse("its output carries no samples of the micro-batch")
     B, axis_out = call.batch_size, call.output_axis

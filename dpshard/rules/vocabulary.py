@@ -1,8 +1,8 @@
 """`dpshard.losses.chunked_cross_entropy`: a vocabulary head and its loss in one use.
 
 [Note: A head that was written]
-Gradients come from logits that are computed again. With weights written since, a gradient could exceed its norm without
-bound. Versions of tensors show most writes, checksums of the bits those through `.data` or NumPy.
+Backward computes the logits again. With weights written since, a gradient could exceed its norm without bound. Versions
+of tensors show most writes, checksums those through `.data` or NumPy.
 """
 
 from __future__ import annotations

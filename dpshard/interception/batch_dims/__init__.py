@@ -1,10 +1,8 @@
-"""Find the dimension of each tensor that carries the samples, from runs of the model on 2 and on 3 samples.
+"""Find the dimension of each tensor that carries the samples, from runs on 2 and on 3 samples.
+
+docs/architecture.md explains why.
 
 [Note: Evidence for the batch dimension]
-A dimension that grows by 3/2 carries the samples. Both runs share two samples, so values tell the order of rows
-flattened into the batch. A call without a growing dimension derives from parameters only. Layouts are keyed by function
-and parameter, and hold for every batch size.
-
 If values decide a branch, sample 3 repeats sample 1, so both runs take it alike. If the data decides some calls, their
 arguments come from calls that both runs made, or are routed rows.
 """

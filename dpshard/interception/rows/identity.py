@@ -7,7 +7,7 @@ replaces rows breaks this. The evidence:
 - rows of a unit are adjacent;
 - padding rows equal the last sample in every input, except for rounding and earlier dropout;
 - rows that were handed out, or that a forward got or returned, do not come again in another order;
-- a row that was handed out once does not come in two rows, and dimensions are not swapped (handed_out.py);
+- a row that was handed out once does not come twice, and dimensions are not swapped (handed_out.py);
 - inputs that depend on earlier outputs were computed row by row (between_parts.py);
 - without random numbers, a copy's gradient has the norm of its sample's. With them, copies must not be the only rows
   without a gradient.

@@ -2,21 +2,18 @@
 
 [Note: Native code]
 
-- box_muller, release_, release_pieces_: normals from random words of OpenSSL's cipher, added to sums in one pass
-  (normals.c).
+- box_muller, release_, release_pieces_: normals from random words of OpenSSL's cipher, added to sums (normals.c).
 - checksums, norms_sq: a number for each of many tensors at once (sums.c).
 - add_digests_: a digest of the bits of sums under secret weights (digest.c).
 - floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2 (gram.c).
-- per_sample_gradients_: gradients of convolutions, or only their norms, float32, on the same processors
-  (convolution.c). torch needs several times their memory.
-- normalization_gradients: per-sample gradients of weights and biases, float32, in one pass (normalization.c).
+- per_sample_gradients_: gradients of convolutions, or their norms, on the same processors (convolution.c).
+- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c).
 
-The code runs on torch's threads, because OpenMP's threads spin for milliseconds after an operator and would compete.
-The compiler's calls of GOMP_parallel find the library that torch's build for Linux brings. Without it the code uses one
-thread. The number of threads changes no bit.
+The code runs on torch's threads; OpenMP's would spin for milliseconds after an operator. The compiler's calls of
+GOMP_parallel find the library that torch's build for Linux brings; without it the code uses one thread. The number of
+threads changes no bit.
 
-setuptools builds the code if there is a C compiler. It changes only the last bits of the noise, in logarithms and
-cosines. DPSHARD_NATIVE=0 switches it off.
+A build changes only the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches it off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution

@@ -1,4 +1,4 @@
-"""Per-sample gradients of convolutions on a CPU: see [Note: Native code] and convolution.c."""
+"""Per-sample gradients of convolutions on a CPU: see [Note: Native code]."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, library, team
 
 _MIN_CHANNELS = 8
-"""Least output channels per group; tiles have 16, so fewer leave most of a tile empty."""
+"""Least output channels per group; fewer leave most of a tile empty."""
 
 _MAX_POSITIONS = 2**16
-"""Most positions of all images of a sample, whose gradients are packed at once."""
+"""Most positions of a sample, whose gradients are packed at once."""
 
 
 def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
-    """Return True if compiled code supports a kernel with `channels` output channels per group."""
+    """Return True if compiled code supports `channels` output channels per group."""
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
 
 
-# They are operators of torch, so that fake tensors work and FLOPs are counted.
+# Operators of torch: fake tensors work, and FLOPs are counted.
 
 
 @torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
@@ -44,7 +44,7 @@ def gradient_norm_sq(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Squared norms [B] of the gradients [B, *shape], without writing these."""
+    """Squared norms [B] of the gradients, without writing these."""
     return _call(None, shape, images, stride, padding, dilation)
 
 

@@ -1,4 +1,4 @@
-"""A digest of the bits of an array under secret weights, by compiled code; dpshard/noise/digest.py defines it."""
+"""A digest of the bits of an array under secret weights; dpshard/noise/digest.py defines it."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ WIDTH = 4096
 
 
 def supports_digest(words: Tensor) -> bool:
-    """Return True if compiled code supports `words`: on the CPU, and not fake."""
+    """Return True if compiled code supports `words`."""
     return words.device.type == "cpu" and type(words) is Tensor and library() is not None
 
 
 class Weights:
-    """Weights `rows` [R, 2], int64, of consecutive rows."""
+    """`rows` [R, 2], int64, of consecutive rows."""
 
     def __init__(self, rows: NDArray[np.int64]) -> None:
         self.rows = np.ascontiguousarray(rows, np.int64)

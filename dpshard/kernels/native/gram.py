@@ -1,4 +1,4 @@
-"""Norms by Gram matrices on a CPU: see [Note: Native code] and gram.c."""
+"""Norms by Gram matrices on a CPU: see [Note: Native code]."""
 
 from __future__ import annotations
 
@@ -8,18 +8,16 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, is_unobserved, library, team
 
 _TILE = 8, 16
-"""Positions on the sides of a tile with AVX-512; AVX2 has half as many rows. Each column of tiles begins at the
-diagonal.
-"""
+"""Sides of a tile with AVX-512; AVX2 has half as many rows. Each column of tiles begins at the diagonal."""
 
 
 def supports_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports ghost norms of `dtype` on `device`."""
+    """Return True if compiled code supports ghost norms."""
     return has_tiles(device, dtype)
 
 
 def ghost_flops(T: int, R: int, C: int) -> int:
-    """FLOPs of the ghost norm of a sample of T positions, R rows and C columns."""
+    """FLOPs of the ghost norm of a sample."""
     height, width = _TILE
     n, below = -(-T // width), -(-T // height) * height
     return n * (2 * below - width * (n - 1)) * width * (R + C)
@@ -48,6 +46,6 @@ def _ghost_norms(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     return norm_sq
 
 
-# An operator of torch, so that fake tensors work and FLOPs are counted.
+# An operator of torch: fake tensors work, and FLOPs are counted.
 _operator = torch.library.custom_op("dpshard::ghost_norms", _ghost_norms, mutates_args=())
 _operator.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))

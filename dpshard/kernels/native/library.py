@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dpshard.kernels.native import reference
 
 _INTERFACE = 6
-"""Version of the signatures below; see dpshard_interface() in library.c."""
+"""See dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
 _SIZES = ctypes.POINTER(_SIZE)
@@ -40,7 +40,7 @@ _SIGNATURES = {
     "dpshard_norms_sq": (None, (*_TEAM, _POINTER, _SIZE, _POINTER)),
     "dpshard_convolution_gradients": (_FLAG, (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES)),
 }
-"""Return type and argument types by function."""
+"""Return type and argument types."""
 
 Team = tuple[int | None, int]
 """Address of the function that starts threads (None: one thread), and their number."""
@@ -49,17 +49,17 @@ Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
 
 Table = NDArray[np.int64]
-"""Rows of addresses and sizes, one after another."""
+"""Rows of addresses and sizes."""
 
 
 def table(rows: Sequence[Sequence[int]]) -> Table:
-    """Return rows of addresses and sizes as compiled code reads them."""
+    """Return addresses and sizes as compiled code reads them."""
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
 
 
 @functools.cache
 def library() -> Library | None:
-    """Return the library built with the package; None without one, with one warning, or if DPSHARD_NATIVE=0."""
+    """Return the library; None without one, with one warning, or if DPSHARD_NATIVE=0."""
     if os.environ.get("DPSHARD_NATIVE") == "0" or sys.byteorder != "little":
         return None
     found = path()
@@ -74,13 +74,13 @@ def library() -> Library | None:
 
 
 def path() -> str | None:
-    """Path of the library; None if there was no compiler."""
+    """Path of the library; None without a compiler."""
     found = find_spec("dpshard.kernels.native._native")
     return None if found is None else found.origin
 
 
 def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports ghost norms and convolutions of `dtype` on `device`."""
+    """Return True if compiled code supports ghost norms and convolutions."""
     if device.type != "cpu" or dtype != torch.float32:
         return False
     compiled = library()
@@ -106,7 +106,7 @@ def is_built() -> bool:
 
 
 def load(path: str) -> Library | None:
-    """Load the library at `path`; warn and return None if it has another interface or wrong results."""
+    """Load the library; warn and return None if it has another interface or wrong results."""
     try:
         loaded = Library(path)
         loaded.try_out()
@@ -134,7 +134,7 @@ def _gomp_parallel() -> int | None:
 
 
 class Library:
-    """The compiled functions of the library at `path`; they do not check arguments.
+    """The compiled functions, which do not check arguments.
 
     Raises OSError if there is no library, AttributeError for another interface.
     """
@@ -163,22 +163,22 @@ class Library:
     def release_pieces_(
         self, pieces: Table, streams: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
     ) -> None:
-        """See normals.release_pieces_; `pieces`: address, half, lo and end; `wide`: sums, and noise."""
+        """See normals.release_pieces_; `pieces`: address, half, lo, end; `wide`: sums, noise."""
         count = len(pieces)
         at = (ctypes.c_char_p * len(streams))(*streams)
         args = pieces.ctypes.data, at, count, len(streams) // count, std, divisor
         self._c.dpshard_release_pieces(*team, *args, *wide)
 
     def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
-        """See digest.add_digests_; `stretches`: address, n, at and address of the rows."""
+        """See digest.add_digests_; `stretches`: address, n, at, address of the rows."""
         self._c.dpshard_digests(*team, stretches.ctypes.data, count, columns, total)
 
     def checksums(self, arrays: Table, count: int, sums: int, team: Team) -> None:
-        """See sums.checksums; `arrays`: address, n and itemsize."""
+        """See sums.checksums; `arrays`: address, n, itemsize."""
         self._c.dpshard_checksums(*team, arrays.ctypes.data, count, sums)
 
     def norms_sq(self, arrays: Table, count: int, norms: int, team: Team) -> None:
-        """See sums.norms_sq; `arrays`: address, n and itemsize."""
+        """See sums.norms_sq; `arrays`: address, n, itemsize."""
         self._c.dpshard_norms_sq(*team, arrays.ctypes.data, count, norms)
 
     def ghost_norms(
@@ -214,7 +214,7 @@ class Library:
         self._try_normalization()
         if self.has_tiles:
             self._try_norms()
-            self._try_convolution(33)  # three times sixteen channels side by side
+            self._try_convolution(33)  # three times sixteen channels
             self._try_convolution(49)  # twice thirty-two, if registers are wide
 
     def _try_noise(self, kind: Any, noise_kind: Any) -> None:
@@ -282,7 +282,7 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        # In the last two cases, squares of one side underflow beside large values of the other.
+        # In two cases, squares of one side underflow beside large values of the other.
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]

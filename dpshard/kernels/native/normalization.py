@@ -1,4 +1,4 @@
-"""Per-sample gradients of normalisation on a CPU: see [Note: Native code] and normalization.c."""
+"""Per-sample gradients of normalisation on a CPU: see [Note: Native code]."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpshard.kernels.native.library import is_unobserved, library, team
 
 
 def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports inputs of `dtype` on `device`."""
+    """Return True if compiled code supports such inputs."""
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
@@ -38,7 +38,6 @@ def _gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: b
     return made
 
 
-# An operator of torch, so that fake tensors work.
 _operator = torch.library.custom_op("dpshard::normalization_gradients", _gradients, mutates_args=())
 _operator.register_fake(
     lambda x, gradient, groups, eps, centered: x.new_empty(2, x.shape[0], x.shape[1 if groups else 2])

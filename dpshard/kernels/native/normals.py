@@ -17,9 +17,9 @@ from dpshard.kernels.native.library import library, team
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958. The radius of a pair takes 31 bits of each of two words, the angle one word, or two in
-    float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
-    n], of the dtype of the normals.
+    After Box and Muller 1958. The radius takes 31 bits of each of two words, the angle one word, or two in float64.
+    Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units, n], of the
+    normals' dtype.
     """
     compiled = library()
     if compiled is None:
@@ -68,7 +68,7 @@ def release_pieces_(
         divisor: Divisor of the sums.
         wide: Draw float64 noise, which float64 parts need.
 
-    Raises ValueError for parts of another layout, pieces outside their parts, and streams that are too short.
+    Raises ValueError for other layouts, pieces outside their parts, and short streams.
     """
     count, kind = len(pieces), parts[0].dtype
     summands, of_double = len(streams) // count, kind == torch.float64

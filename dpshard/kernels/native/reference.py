@@ -1,4 +1,4 @@
-"""The compiled functions in numpy: noise without a build, and references for tests of a build."""
+"""The compiled functions in numpy: noise without a build, and references for tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from dpshard.kernels.underflow import hidden
 
 _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
-"""Scales of the words of a pair of normals: two for the radius, then two for the angle."""
+"""Scales of the words: two for the radius, then two for the angle."""
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -46,7 +46,7 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 def release_piece_(
     x: NDArray[Any], streams: Sequence[bytes], half: int, lo: int, end: int, std: float, divisor: float, kind: Any
 ) -> None:
-    """Release one piece of normals.release_pieces_ with noise of dtype `kind`."""
+    """Release one piece of normals.release_pieces_."""
     rows, (first, last) = 3 if kind == np.float32 else 4, pairs_of(half, lo, end)
     summands = []
     for stream in streams:
@@ -69,20 +69,20 @@ def pairs_of(half: int, lo: int, end: int) -> tuple[int, int]:
 
 
 def checksum(x: NDArray[Any]) -> int:
-    """Return the term of sums.checksums for one array."""
+    """Return one term of sums.checksums."""
     words = x.reshape(-1).view(np.int16 if x.itemsize == 2 else np.int32).astype(np.int64)
     return (words + words * words).sum()
 
 
 def digest(words: NDArray[Any], at: int, columns: NDArray[Any], rows: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the terms [2] that digest.add_digests_ adds."""
+    """Return the terms [2] of digest.add_digests_."""
     padded = np.zeros((len(rows), columns.shape[1]), np.int64)
     padded.reshape(-1)[at : at + len(words)] = words
     return ((padded[:, None] * columns).sum(2) * rows).sum(0)
 
 
 def floored_ghost_norm_sq(rows: NDArray[Any], cols: NDArray[Any], relative_floor: float) -> NDArray[np.float64]:
-    """See gram.floored_ghost_norm_sq; float64, with what float32's underflow may hide."""
+    """See gram.floored_ghost_norm_sq; float64, with float32's underflow."""
     of_rows, of_cols = (_gram(x) for x in (rows, cols))
     product = of_rows * of_cols
     scale = np.sqrt(product.diagonal(axis1=2, axis2=3)).sum(2)

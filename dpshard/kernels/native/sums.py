@@ -1,4 +1,4 @@
-"""One number for each of many tensors, in one call: a sum over its bits, or its squared norm."""
+"""One number for each of many tensors, in one call."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpshard.kernels.native.library import Library, Table, library, table, team
 
 
 def supports_sums(tensors: Iterable[Tensor]) -> bool:
-    """Return True if compiled code supports `tensors`: contiguous ones on the CPU, and not fake."""
+    """Return True if compiled code supports `tensors`: contiguous ones on the CPU."""
     for x in tensors:
         if type(x) not in (Tensor, Parameter) or not (x.is_cpu and x.is_contiguous()):
             return False
@@ -47,7 +47,6 @@ def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _called(tensors: Sequence[Tensor]) -> tuple[Library, Table]:
-    """Return the library, and address, size and itemsize of each tensor."""
     compiled = library()
     if compiled is None:
         raise ValueError("There is no compiled code: call supports_sums first.")

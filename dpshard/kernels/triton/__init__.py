@@ -1,16 +1,8 @@
-"""Triton kernels for GPUs; each has a reference in PyTorch for the other cases.
+"""Triton kernels for GPUs; docs/architecture.md lists them. Each has a reference in PyTorch for the other cases.
 
 [Note: Kernels]
-torch widens half-precision numbers, whose products are exact in float32, and multiplies at the speed of float32. The
-kernels multiply the original numbers on tensor cores, with float32 sums:
-
-    ghost_norm_sq       sum_{t,s} <r_t, r_s> <c_t, c_s> over symmetric tiles; reference: outer_product._ghost_norm_sq
-    gradient_norm_sq    |sum_t r_t (x) c_t|^2, tile by tile in the registers; reference: OuterProduct.per_sample
-    per_sample          the gradients themselves, and their squares from the same tiles; reference: the same
-    weighted_sum        sum_i factor_i * gradient_i, a factor on float32 sums; reference: OuterProduct.clipped_sum
-    release_            (x + std * noise) / divisor and |x| in one pass; reference: philox.release_
-
-torch multiplies float32 rows and columns: TF32 is too coarse for a norm. It also sums stored gradients.
+Products of half-precision numbers are exact in float32. The kernels multiply the original numbers on tensor cores, with
+float32 sums; torch would widen them first.
 
 No draw and no decision depends on Triton. Tiles write partial sums, without atomic additions, so sums round in the same
 order. Each of the K / 16 additions in a sum of K products on tensor cores may drop its last bit. In all that is below K

@@ -1,4 +1,4 @@
-"""Multiplication in kernels. Needs Triton."""
+"""Needs Triton."""
 
 from __future__ import annotations
 

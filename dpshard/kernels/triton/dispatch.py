@@ -1,6 +1,6 @@
 """The choice of kernels: it depends only on the device, dtypes and sizes.
 
-On every device, the first use compares kernels with torch's own results. One that differs switches them off.
+Each device's first use compares kernels with torch's results. One that differs switches them off.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _HALF = (torch.bfloat16, torch.float16)
 
 
 def run_on(device: torch.device) -> bool:
-    """Return True if kernels run on tensors of `device`."""
+    """Return True if kernels run on `device`."""
     if os.environ.get("DPSHARD_TRITON") == "0" or not _is_installed():
         return False
     return interpreted() if device.type == "cpu" else device.type == "cuda" and _runs(device)
 
 
 def interpreted() -> bool:
-    """Return True if Triton runs kernels in Python, on CPU tensors."""
+    """Return True if Triton interprets kernels on CPU tensors."""
     return os.environ.get("TRITON_INTERPRET", "").lower() in ("1", "true", "yes", "on", "y")
 
 
@@ -54,7 +54,7 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
     """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # which has no modes of torch, streams or settings of the caller
+        with ThreadPoolExecutor(1) as thread:  # without modes of torch, streams or settings of the caller
             wrong = thread.submit(_try_out, find_wrong).result()
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         warnings.warn(
@@ -92,7 +92,7 @@ def _has_tensor_cores(device: torch.device) -> bool:
 
 
 def supports_product(rows: Tensor, cols: Tensor) -> bool:
-    """Return True if kernels, not torch, multiply rows [B, G, T, R] and cols [B, G, T, C]."""
+    """Return True if kernels multiply rows [B, G, T, R] and cols [B, G, T, C]."""
     return (
         rows.dtype == cols.dtype
         and rows.dtype in _HALF

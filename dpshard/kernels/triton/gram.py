@@ -1,7 +1,6 @@
 """The ghost norm, tile by tile of two symmetric Gram matrices that are never stored. Needs Triton.
 
-Each program multiplies one tile of both matrices, for blocks of positions i >= j, and writes the sum, doubled off the
-diagonal.
+Each program multiplies one tile of both, for blocks i >= j, and writes the sum, doubled off the diagonal.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def _ghost_norm_sq(
     STEP: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """Write the sum of a tile of the Gram product of one sample and group, and of the roots of its diagonal.
+    """Write the sum of a tile of the Gram product, and of the roots of its diagonal.
 
     The triangle of tiles is a rectangle: a short line (0-based `short`) and a long one are side by side.
     """

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch, so that fake tensors work and FLOPs are counted."""
+"""The kernels as operators of torch: fake tensors work, and FLOPs are counted."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     Squared norms include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one
     half-precision dtype; see `supports_product`.
     """
-    from dpshard.kernels.triton import gram  # it needs Triton
+    from dpshard.kernels.triton import gram  # needs Triton
 
     with torch.cuda.device_of(rows):  # Triton launches on the current device
         return gram.ghost_norm_sq(rows, cols)
@@ -21,7 +21,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("dpshard::gradient_norm_sq", mutates_args=())
 def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
-    """Squared norms [B], float32, of sum_t rows_t (x) cols_t over all groups, without storing gradients."""
+    """Squared norms [B], float32, over all groups, without storing gradients."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -30,7 +30,7 @@ def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
 
 @torch.library.custom_op("dpshard::per_sample", mutates_args=())
 def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32, in one pass."""
+    """Gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -42,7 +42,7 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
     """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
 
-    Leaves out samples with factor 0, whatever their gradient: NaN, too.
+    A factor of 0 leaves the sample out, whatever its gradient: NaN, too.
     """
     from dpshard.kernels.triton import product
 

@@ -1,4 +1,4 @@
-"""Tiles of the gradients sum_t rows_t (x) cols_t of one sample: squares, gradients or weighted sum. Needs Triton."""
+"""Tiles of the gradients sum_t rows_t (x) cols_t of one sample. Needs Triton."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpshard.kernels.triton.tiles import gradient_tile
 from dpshard.kernels.underflow import hidden
 
 _STEP = 32
-"""Positions per step: three steps of two tiles fit into the shared memory of any GPU."""
+"""Positions per step: three steps of two tiles fit into any GPU's shared memory."""
 
 
 @triton.jit
@@ -67,7 +67,7 @@ def _squares(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Write the squares' sum of one tile of the gradient of a sample and group; with `KEEP`, also the tile."""
+    """Write the sum of squares of a tile of the gradient; with `KEEP`, also the tile."""
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)
     tiles = tl.cdiv(R, R_TILE) * across
@@ -79,7 +79,7 @@ def _squares(
     x = rows + b * rows_b + g * rows_g
     y = cols + b * cols_b + g * cols_g
     tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
-    # Over both dimensions at once: one after the other, Triton 3.7 fails to compile for capability 10.0.
+    # In two steps, Triton 3.7 fails to compile for capability 10.0.
     tl.store(squares + pid, tl.sum(tile * tile))
     if KEEP:
         place = gradients + sample * R * C + r[:, None] * C + c[None, :]
@@ -133,7 +133,7 @@ def _weighted_sum(
 
 
 def squares(rows: Tensor, cols: Tensor, *, keep: bool) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; return squared norms [B], and gradients [B, G, R, C] if `keep`, else an empty tensor."""
+    """Launch the kernel; return squared norms [B], and gradients [B, G, R, C] if `keep`."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     R_TILE, C_TILE = gradient_tile(B * G, R, C)
     tiles = triton.cdiv(R, R_TILE) * triton.cdiv(C, C_TILE)

@@ -1,21 +1,21 @@
-"""Sizes of tiles: they depend only on the sizes of a product."""
+"""Sizes of tiles, from sizes of products only."""
 
 from __future__ import annotations
 
 SMALLEST = 16
-"""Least number of positions, rows or columns for tensor cores; fewer would be padded with zeros."""
+"""Least positions, rows or columns for tensor cores."""
 
 MANY = 128
 """Programs that keep a GPU busy, about. With fewer tiles, Gram matrices fit into the cache, and torch is better."""
 
 
 def ghost_tile(BG: int, T: int) -> int:
-    """Positions on the side of a tile of the Gram matrices: large tiles are read less often."""
+    """Positions on the side of a tile; large tiles are read less often."""
     return 128 if T >= 256 and BG * triangle(T, 128) >= MANY else tile(T, 64)
 
 
 def triangle(T: int, tile: int) -> int:
-    """Count tiles of a symmetric matrix [T, T] on and below the diagonal."""
+    """Count the tiles of a symmetric matrix [T, T] on and below the diagonal."""
     n = -(-T // tile)
     return n * (n + 1) // 2
 

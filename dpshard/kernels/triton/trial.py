@@ -1,7 +1,7 @@
 """Compare the kernels with torch's own results, once on each device. Needs Triton.
 
-A wrong kernel would understate norms, or leave out noise, without a sign. Errors of a forgotten factor, mask or tile
-are far outside of the tolerances.
+A wrong kernel would understate norms, or leave out noise, without a sign. Such errors are far outside of the
+tolerances.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BLOCK = 4 * philox.HALF
 
 
 def wrong_noise(device: torch.device) -> str | None:
-    """Return the name of the kernel of the noise if it differs from philox.py on `device`, else None."""
+    """Return the name of the noise's kernel if it differs from philox.py."""
     x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
     names = [[[3**30 + i + vector, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)] for vector in range(2)]
     streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
@@ -33,7 +33,7 @@ def wrong_noise(device: torch.device) -> str | None:
 
 
 def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the name of the first kernel whose products of `dtype` differ from torch's in float64, else None."""
+    """Return the name of the first kernel whose products differ from torch's in float64."""
     generator = _generator(device)
     for B, G, T, R, C in _SIZES:
         rows = torch.randn(B, G, T, R, generator=generator, device=device).to(dtype)
@@ -46,7 +46,7 @@ def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield names of kernels, their results, those of float64, and the sums of magnitudes that rounding follows."""
+    """Yield names, results, those of float64, and the sums of magnitudes that rounding follows."""
     r, c = rows.double(), cols.double()
     gradients, sizes = r.mT @ c, r.abs().mT @ c.abs()
     ghost_sq, ghost_scale = operators.ghost_norm_sq(rows, cols)
