@@ -20,7 +20,7 @@ from dpshard.verification.verdict import Verdict
 
 
 def is_compared(x: Any) -> bool:
-    """Return True for leaves of outputs to compare, also flags and integers: a mask may decide a loss."""
+    """Return True for leaves to compare; a mask may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
@@ -37,7 +37,7 @@ class RunFailedError(VerificationError):
 
 @dataclass(slots=True)
 class Bench:
-    """One call of a model, to repeat on chosen or changed samples from one state."""
+    """A call and its state."""
 
     replay: Replay
     state: IsolatedForward
@@ -46,12 +46,12 @@ class Bench:
     mean: bool
     """True if losses average over their samples."""
     chosen: list[int]
-    """Samples for the comparison of gradients."""
+    """Samples to compare."""
     draws: Draws = AS_DRAWN
     precision: Precision = field(default_factory=Precision)
     verdict: Verdict = field(default_factory=Verdict)
     kept: Sequence[str] = ()
-    """Paths of kept tensors with rows of samples; see [Note: Kept tensors]."""
+    """Paths; see [Note: Kept tensors]."""
 
     @property
     def half(self) -> bool:
@@ -59,10 +59,7 @@ class Bench:
         return self.precision.half
 
     def plain(self, samples: Sequence[int], *, run: Run | None = None, rewind: bool = True) -> Any:
-        """Return the output for only these samples, from the initial state unless `rewind` is False.
-
-        Raises RunFailedError if the model fails on them.
-        """
+        """Return the output for only these samples; raises RunFailedError."""
         run = self.run if run is None else run
         if rewind:
             self.state.rewind(self.draws)
@@ -104,14 +101,14 @@ class Bench:
         return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
-        """Return `values`, or None if forward refuses the inputs, which may be invented."""
+        """Return `values`, or None if forward refuses inputs, which may be invented."""
         try:
             return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
         except RunFailedError:
             return None
 
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return the output's leaves for some samples, with their requires_grad, and the other kept tensors."""
+        """Return the output's leaves, with their requires_grad, and the other kept tensors."""
         output = self.plain(samples)
         kept = tensors_kept(self.replay.parameters.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

@@ -1,11 +1,9 @@
-"""Verify that the output of a collate_fn for a sample does not depend on the other samples.
+"""Verify that a collate_fn's output for a sample does not depend on other samples.
 
 [Note: Other rows in a micro-batch]
-Half of the rows become copies of one sample; the other half must not change. Rows keep their number, so they draw the
-same random numbers from generators in the same states. If the content of a row decides the number of draws, the
-generators end in other states. Then nothing is compared. A collate_fn may sort and pad its rows; if lengths differ,
-only cuts are detected. Rows of a unit must stay adjacent: without random numbers, reversed units must give reversed
-output.
+Half of the rows become copies of one sample; the other half must not change. Nothing is compared if generators end in
+other states. Rows may be sorted and padded; if lengths differ, only cuts are detected. Without random numbers, reversed
+units must give reversed output.
 """
 
 from __future__ import annotations
@@ -28,11 +26,10 @@ from dpshard.interception import access_to
 from dpshard.sampling.units import are_plain
 
 ROUNDING = 1e-4
-"""Rounding allowed, relative to the largest number of a row."""
+"""Relative to the largest number of a row."""
 SPLITS = 2
-"""Divisions of a micro-batch into halves."""
 SEEDS = 24
-"""Random draws to confirm a fault, because rows may draw equally many values in another order by chance."""
+"""Random draws to confirm a fault: rows may swap draws by chance."""
 
 
 def verified_collation(
@@ -51,7 +48,7 @@ class CollationVerified:
         self._calls = 0
 
     def __call__(self, rows: list[Any]) -> Any:
-        """Return the result of collate_fn. Raises VerificationError if a sample depends on others."""
+        """Return the result of collate_fn, verified."""
         self._calls += 1
         if self._calls & (self._calls - 1) or not isinstance(rows, list) or len(rows) < 2:
             return self.collate_fn(rows)
@@ -80,10 +77,7 @@ def verify_collation(
     call: int,
     rows_per_unit: int = 1,
 ) -> None:
-    """Raise VerificationError if some rows change when others do, or rows leave their unit.
-
-    `begin`: states of the generators. `call`: number of the call.
-    """
+    """Require rows not to change when others do, nor to leave their unit."""
 
     def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
         generators.restore(begin)
@@ -129,7 +123,6 @@ def verify_collation(
 
 
 def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
-    """Return the error's text if the rows `kept` changed, or None."""
     if list(map(_shape, expected)) == list(map(_shape, found)):
         same = _alike(expected, found, kept) or _sorted(expected, found, len(kept))
         return None if same else _MIXES
@@ -160,7 +153,7 @@ _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} O
 
 
 def _with_rows(data: Any, n: int) -> Iterator[Any]:
-    """Yield tensors, arrays, and lists of strings and numbers, with one row per sample."""
+    """Yield tensors, arrays and lists with one row per sample."""
     if isinstance(data, np.ndarray) and data.dtype != object:
         data = torch.as_tensor(data) if data.dtype.kind in "biufc" else data.tolist()
     if isinstance(data, Tensor):
@@ -185,7 +178,6 @@ def _shape(x: Any) -> Any:
 
 
 def _alike(expected: list[Any], found: list[Any], kept: list[int]) -> bool:
-    """Return True if the rows `kept` agree up to rounding."""
     if list(map(_shape, expected)) != list(map(_shape, found)):
         return False
     return all(
@@ -209,8 +201,6 @@ def _equal(x: Tensor, y: Tensor) -> bool:
 
 
 def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
-    """Return True if `kept` rows are there, in any order."""
-
     def rows(leaves: list[Any]) -> list[str]:
         columns = [x.flatten(1).tolist() if isinstance(x, Tensor) and x.dim() > 1 else list(x) for x in leaves]
         return [repr([column[i] for column in columns]) for i in range(len(columns[0]))]
@@ -220,7 +210,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Return True if the longer one adds more than padding to the rows `kept`; None if the common part differs."""
+    """Return True if the longer one adds more than padding; None if the common part differs."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():
@@ -256,7 +246,7 @@ def _copied(x: Any) -> Any:
 
 
 class _Generators:
-    """States of torch's, NumPy's and Python's generators, and of those that a function holds."""
+    """Generators of torch, NumPy, Python, and those of a function."""
 
     def __init__(self, function: Any) -> None:
         self._own = list({id(x): x for x in _held(function, 3)}.values())

@@ -1,10 +1,9 @@
-"""Change the inputs of some rows, and the order: outputs and losses of the other rows must not move.
+"""Change the inputs of some rows, and the order: outputs and losses of other rows must not move.
 
 [Note: Leave one out, or half]
-At the size of the real micro-batch, rows K get other inputs, with an outlier. Outputs of the other rows J may not move.
-A sum of losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. A token mean, a penalty on
-a group and a variance of the batch are not. K is a random half, so a term of two samples or of a group has some on both
-sides. All ranks change their K at the same time, so a gather of other ranks' rows shows as well.
+Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum of losses of single samples is
+additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change their K at once, so a gather over ranks shows
+as well.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from dpshard.verification.tolerances import differ, moved, row_bounds, scale
 
 
 class Others(Enum):
-    """New inputs of the other rows."""
+    """Inputs of the other rows."""
 
     MOVED = auto()  # each row gets those of another row
     SCALED = auto()  # outliers
-    ONE = auto()  # all rows get the same, to exhaust a shared capacity
+    ONE = auto()  # the same in all rows, to exhaust a shared capacity
 
 
 def verify_company(
@@ -40,10 +39,9 @@ def verify_company(
     *,
     both: bool,
 ) -> None:
-    """Raise VerificationError if the inputs of some rows move the outputs or losses of others.
+    """Require outputs and losses of some rows not to move with the inputs of others.
 
-    `shapes`: outputs for the chosen samples, and for the first of them. `both`: change each half of the rows in turn;
-    otherwise only one half, unless losses are compared.
+    `shapes`: outputs for the chosen samples, and for the first of them. `both`: change each half in turn.
     """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
@@ -56,7 +54,7 @@ def verify_company(
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
         source = _others(run, order, crowded=others is Others.ONE)
         before = bench.values(everyone)
-        if draw == AS_DRAWN:  # in one of them
+        if draw == AS_DRAWN:
             _verify_order(bench, before, places)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
@@ -71,7 +69,7 @@ def verify_company(
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
-        # A mask that depends on a threshold may stay the same for one half.
+        # A mask by a threshold may stay the same for one half.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
             _verify_rows(bench, before, now, places, kept)
@@ -86,10 +84,9 @@ def verify_company(
 
 
 def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
-    """Raise VerificationError if the order of the rows moves the outputs of one of them.
+    """Require outputs not to depend on the order of the rows.
 
-    A function that sorts rows, or compares them with the first, may leave one order of few rows, not both. Copies of
-    the last sample (padding) come first, and may use up a capacity.
+    Sorting may leave one order as it is. Turned, padding comes first and may use up a capacity.
     """
     everyone = range(bench.run.batch_size)
     turned = bench.values_if_it_runs(everyone[::-1], run=bench.run)
@@ -102,7 +99,6 @@ def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
-    """Return the row from which each row takes its inputs; `crowded`: one row for all."""
     if crowded:
         return [order[0]] * run.batch_size
     shift = 1 + order[0] % (run.rows - 1)
@@ -116,7 +112,6 @@ def _verify_rows(
     places: Sequence[tuple[int, int] | None],
     kept: Sequence[int],
 ) -> None:
-    """Raise VerificationError if an output of the rows `kept` has moved."""
     for x, y, place in zip(before, after or (), places, strict=False):
         if place is not None and x.shape == y.shape and _has_rows(x, place, bench.run.batch_size):
             _verify_moved(bench, x, y, place, kept)
@@ -143,7 +138,6 @@ def _verify_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], ke
 
 
 def _verify_choices(x: Tensor, y: Tensor) -> None:
-    """Raise VerificationError if more flags or whole numbers differ than ties explain."""
     apart = int((x != y).sum())
     if apart > TIES * x.numel():
         raise VerificationError(
@@ -153,7 +147,7 @@ def _verify_choices(x: Tensor, y: Tensor) -> None:
 
 
 TIES = 1e-4
-"""Share of whole numbers that may differ: rounding decides between equally good experts."""
+"""Share of whole numbers that may differ: rounding decides ties of experts."""
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (it subtracts or divides by a mean "
     "or maximum over the batch; mixup; samples share a capacity, or one scale of quantisation), or those of several "
@@ -163,7 +157,7 @@ _MIXES = (
 
 
 def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Raise VerificationError unless a change in both halves is the sum of the changes in each."""
+    """Require a change in both halves to be the sum of the changes in each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -182,7 +176,7 @@ def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
 
 
 def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
-    """Raise VerificationError if inputs of other ranks move a value here; all ranks call it."""
+    """Require inputs of other ranks to move no value here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return
     everyone = list(range(bench.run.batch_size))

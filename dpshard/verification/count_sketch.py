@@ -1,4 +1,4 @@
-"""Count sketches: gradients in little memory, to compare sums."""
+"""Count sketches: gradients in little memory."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from torch import Tensor
 from dpshard.records import as_real
 
 WIDTHS = (4093, 4091, 4079)
-"""Sizes of a sketch: the first that does not divide the number of elements.
-
-Primes, so that the elements of a matrix column fall in different places.
-"""
+"""The first that does not divide the number of elements; primes spread matrix columns."""
 _ROWS = 256
 """Sketches' worth of a gradient in float64 at a time."""
 
@@ -23,10 +20,9 @@ _ROWS = 256
 class Sketch:
     """The norm of a gradient, and a linear image that nearly keeps norms of differences.
 
-    Saves many times the memory of whole float64 gradients. Elements get random signs and are summed in some 4,000
-    places. The squared norm of the image is unbiased, with relative standard deviation about sqrt(2 / 4000). Source:
-    count sketch, Charikar, Chen and Farach-Colton 2002, "Finding frequent items in data streams". Smaller gradients are
-    kept whole.
+    Elements get random signs and are summed in some 4,000 places; smaller gradients stay whole. The image's squared
+    norm is unbiased, with relative standard deviation about sqrt(2 / 4000). Charikar, Chen and Farach-Colton 2002,
+    "Finding frequent items in data streams".
     """
 
     norm: Tensor
@@ -36,7 +32,7 @@ class Sketch:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """Return the sketch of a gradient; equal shapes on one device have equal signs and places."""
+        """Return the sketch; equal shapes on one device have equal signs and places."""
         flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)

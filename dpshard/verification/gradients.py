@@ -1,8 +1,4 @@
-"""Compare gradients of a few samples together, by rules and anchors, with each sample's by plain autograd.
-
-This finds any cause of a difference, in any architecture. Examples are a wrong batch dimension, or a function that
-mixes samples. Others are a loss that divides by values of other samples, or a lost use of a parameter.
-"""
+"""Compare gradients of samples together, by rules and anchors, with each sample's by plain autograd."""
 
 from __future__ import annotations
 
@@ -30,25 +26,24 @@ from dpshard.verification.samples import replaced
 from dpshard.verification.tolerances import other_sizes
 
 MAGNIFIED = 1e3
-"""Factor of magnified objectives."""
 _LARGEST = 1e18
 """Squares of larger norms overflow float32."""
 _UNRESOLVED = 1e-13
-"""Smaller norms may be lost over many elements: their squares underflow in float32."""
+"""Squares of smaller norms may underflow in float32."""
 
 
 class Differentiated(Protocol):
-    """The parameters that verification differentiates."""
+    """Parameters to differentiate."""
 
     parameters: dict[str, nn.Parameter]
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the tensors that forwards use of a parameter; its gradient is the sum of theirs."""
+        """Return the tensors that forwards use of a parameter; its gradient is their sum."""
         ...
 
 
 class Found:
-    """Norms by group, and sketches of clipped sums by parameter, of one backward pass; `roots`: its parameters."""
+    """Norms by group and sketched clipped sums by parameter."""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
@@ -83,11 +78,10 @@ def verify_gradients(
     magnified: bool = False,
     both_orders: bool = False,
 ) -> None:
-    """Raise VerificationError unless norms and clipped sums of the chosen samples equal those of each sample alone.
+    """Require norms and clipped sums of the chosen samples together to be those of each alone.
 
-    `outlier`: the chosen sample with scaled inputs. It may disturb the others; its own gradient rounds more.
-    `magnified`: gradients are larger than in training, to trigger code that clips gradients of activations.
-    `both_orders`: also with the last sample first. A function that sorts samples may leave one order as it is.
+    `outlier`: the sample with scaled inputs; its gradient rounds more. `magnified`: larger gradients trigger code that
+    clips those of activations. `both_orders`: sorting may leave one order as it is.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
@@ -132,7 +126,6 @@ def verify_gradients(
 def _together(
     bench: Bench, clipper: Clipper, objective: Objective, inputs: InputGradients, samples: list[int], *, size: float
 ) -> _Taken:
-    """Return what rules and anchors find for some samples together, and the gradients of a stage's inputs."""
     found, n = Found(clipper.roots), len(samples)
     twin = clipper.twin(found)
     tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
@@ -143,7 +136,7 @@ def _together(
 
 
 def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Taken | None:
-    """Return what `take` finds; None if forward refuses samples in this order (it expects sorted lengths)."""
+    """Return what `take` finds, or None if forward refuses this order."""
     try:
         return take(samples)
     except (RuntimeError, ValueError, IndexError) as error:
@@ -153,7 +146,7 @@ def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Tak
 
 
 def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
-    """Run backward from `value` to `parameters`; hooks and anchors take the gradients."""
+    """Run backward to `parameters`; hooks and anchors take the gradients."""
     if not parameters:
         return
     try:
@@ -171,11 +164,7 @@ def sketched_gradients(
     parts: Parts | None = None,
     inputs: Sequence[Tensor] = (),
 ) -> dict[str, Sketch]:
-    """Return sketches of the gradients of `value` by name, with one whole gradient in memory at a time.
-
-    `parameters`: the tensors of each, whose gradients are added. Of DTensors, sketches are of this rank's part. Hooks
-    of `inputs` get theirs.
-    """
+    """Return sketched gradients by name, with one whole gradient in memory at a time; of DTensors, this rank's part."""
     found: dict[str, Sketch] = {}
     several: dict[str, Tensor] = {}
 
@@ -200,17 +189,13 @@ def sketched_gradients(
 
 
 def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
-    """Return this rank's part of a gradient, or the whole of one that is a sum over ranks."""
     if is_placed(gradient):
         gradient = gradient.redistribute(placements=parameter.placements).to_local()
     return parts.terms.summed(gradient) if parts.is_termwise(name) else gradient
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return squared norms, by name, over the ranks that hold parts of the model; equal on all of them.
-
-    All of these ranks call it with the same names.
-    """
+    """Return squared norms, by name, over the ranks with parts of the model; all call it with the same names."""
     values = [(name, x) for some in squares for name, x in some.items()]
     if parts is None or not values:
         return list(squares)
@@ -232,7 +217,7 @@ def verify_norms_and_sums(
     size: float,
     causes: str | None = None,
 ) -> None:
-    """Raise VerificationError, with `causes` if given, unless `norms` and the sums `together` are of `singles`."""
+    """Require `norms` and the sums `together` to be those of `singles`."""
     tolerance = other_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     parts = clipper.roots.parts
@@ -265,8 +250,7 @@ def verify_norms_and_sums(
         # Relative to one sample's contribution, because the sum may cancel.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
-        # A balancing loss has a small gradient, but not beside the others of its router. (Half precision rounds small
-        # gradients more.)
+        # A balancing loss's small gradient hides in the group's norm. Half precision rounds small gradients more.
         parts_agree = half or all(
             off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
             for name in group.names
@@ -278,7 +262,6 @@ def verify_norms_and_sums(
 def _difference(
     name: str, together: Mapping[str, Sketch], singles: Sequence[Mapping[str, Sketch]], factor: Tensor
 ) -> float:
-    """Return the squared norm of a parameter's clipped sum minus that of the single samples."""
     image = together[name].image if name in together else torch.zeros((), dtype=torch.float64, device="cpu")
     for f, single in zip(factor, singles, strict=True):
         if name in single:
@@ -309,7 +292,6 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor, cau
 
 
 def _other_reduction(exact: Tensor, found: Tensor) -> str | None:
-    """Return the reason if norms differ by a factor of the number of samples, as for the other reduction."""
     n = len(exact)
     if n > 1 and bool(exact.any()):
         if torch.allclose(found, n * exact, rtol=1e-3):

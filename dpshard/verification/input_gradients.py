@@ -1,4 +1,4 @@
-"""Gradients of a stage's inputs, which another stage trains on: of each sample alone, as those of parameters are."""
+"""Gradients of a stage's inputs, for the stage before: they must be of each sample alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = list[Tensor | None]
 
 
 class InputGradients:
-    """Takes the gradients of the inputs of `run` that require one: activations of the stage before."""
+    """Takes the gradients of the inputs of `run` that require one."""
 
     def __init__(self, run: Run) -> None:
         self._places = [
@@ -25,7 +25,7 @@ class InputGradients:
         ]
         self._dims = run.dims
         self.inputs: list[Tensor] = []
-        """Inputs of the latest forward, to differentiate."""
+        """Of the latest forward."""
         self._gradients: Gradients = []
 
     def watched(self, run: Run) -> Run:
@@ -62,10 +62,7 @@ class InputGradients:
         tolerance: float,
         watched: Sequence[bool],
     ) -> None:
-        """Raise VerificationError unless gradients of samples together, times `weight`, are those of each alone.
-
-        Samples that are not `watched` may differ.
-        """
+        """Require gradients together, times `weight`, to be of each `watched` sample alone."""
         for i in self._places:
             dim = self._dims[i] or 0
             rows = [_wide(single[i], dim) for single in singles]

@@ -1,9 +1,8 @@
-"""Tensors that forward leaves with their graph, in attributes and returned objects, for the loop to add to the loss.
+"""Tensors that forward leaves with their graph, for the loop to add to the loss.
 
 [Note: Kept tensors]
-Models often keep a load-balancing loss (`self.l_aux`), and the loop adds it. A tensor with a graph is a statistic of
-the samples if they decide its values, but their number not its shape. It must be a loss of single samples, like a
-returned one. A kept tensor with rows of samples is compared like an output.
+Models often keep a load-balancing loss (`self.l_aux`). If samples decide a tensor's values, but their number not its
+shape, it must be a loss of single samples. One with rows of samples is compared like an output.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str
 
 
 def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: int) -> list[str]:
-    """Return the paths of tensors with rows of samples, given those for n samples and for one."""
+    """Return the paths of tensors with rows of samples."""
     return [path for path, x in together.items() if path in alone and sample_dim(x, alone[path], n) is not None]
 
 
 def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> list[str]:
-    """Return the paths of tensors without rows of samples that depend on the samples."""
+    """Return the paths of tensors without rows of samples that depend on them."""
     return [
         path
         for path, x in together.items()
@@ -65,7 +64,7 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
 
 
 def named(path: str, error: VerificationError) -> VerificationError:
-    """Return the error for a kept statistic that is not a loss of single samples."""
+    """Return the error for a kept statistic that is no loss of single samples."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
         f"it to the loss. To log it, keep detach() of it; drop a loss that balances or compares samples. {error}"

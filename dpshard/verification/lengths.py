@@ -1,11 +1,9 @@
-"""Remove the longest rows: less padding must not move the outputs of the other rows.
+"""Remove the longest rows: less padding must not move the outputs of other rows.
 
 [Note: Lengths]
-Each micro-batch is padded to its longest row. If a scale follows the length (long or dynamic RoPE), one long document
-affects all others. So the longest rows are removed, with the columns that are padding in all other rows. These are
-columns at either end in which no integer input of a row changes. A mask among the inputs must be 0 there. Without a
-mask, at least two rows must hold one id there. (A word that often ends texts, as in masked language models, then counts
-as padding: such texts need a mask.)
+If a scale follows the length (long or dynamic RoPE), one long document affects all others. So the longest rows go, with
+the columns at either end in which no integer input of another row changes. A mask must be 0 there. Without a mask, two
+rows or more must hold one id there.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from dpshard.verification.tolerances import moved, other_sizes, scale
 
 
 def verify_lengths(bench: Bench) -> None:
-    """Raise VerificationError if outputs change when the longest rows no longer pad the others."""
+    """Require outputs not to change when the longest rows no longer pad the others."""
     for at_end in (True, False):
         found = _without_longest(bench.run, at_end=at_end)
         if found is None:
@@ -57,7 +55,7 @@ def verify_lengths(bench: Bench) -> None:
 
 
 def _sequences(run: Run) -> list[int]:
-    """Return the integer leaves [B, T] as long as the first one."""
+    """Return the integer leaves [B, T] as long as the first."""
     found = [
         i
         for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
@@ -88,7 +86,7 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
     if not leaves or run.rows < 2:
         return None
     padding = _padding(run, at_end=at_end)
-    rest = (padding > padding.min()).nonzero()[:, 0].tolist()  # several rows may be the longest
+    rest = (padding > padding.min()).nonzero()[:, 0].tolist()
     long = run.leaves[leaves[0]].shape[1]
     cut = int(padding[rest].min()) if rest else long
     if cut >= long:
@@ -108,7 +106,6 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
 
 
 def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
-    """Return True if a mask, or an ignored label, marks the padding of these rows."""
     found = [run.leaves[i][rest] for i in _sequences(run)]
     ends = [x[:, -1 if at_end else 0] for x in found]
     shortest = int(_padding(run, at_end=at_end)[rest].argmax())
@@ -117,7 +114,6 @@ def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
 
 
 def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
-    """Return a mask of outputs [rows, ...] at positions that are not padding."""
     if x.dim() < 2 or x.shape[1] != length:
         return torch.ones_like(x, dtype=torch.bool)
     padding = _padding(run, at_end=at_end)[rest]

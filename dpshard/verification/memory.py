@@ -1,10 +1,9 @@
 """Verify that a model keeps nothing of a sample for later samples.
 
 [Note: Memory]
-Run one sample A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state
-dict publishes it. An attribute may differ if B overwrites it: models often leave losses and features for the script.
-But after B, state and outputs must be equal. B after A must also equal B first: a difference shows memory in globals or
-closures, which cannot be restored. Counters and tables of positions pass: they depend only on shapes.
+Run A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state dict
+publishes it. An attribute may differ if B overwrites it. After B, state and outputs must be equal, also to B first:
+globals and closures cannot be restored. Counters depend only on shapes.
 """
 
 from __future__ import annotations
@@ -32,10 +31,9 @@ def others_of(bench: Bench) -> list[Run]:
 
 
 def verify_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
-    """Raise UnsupportedParameterError if the model keeps something of a sample that later samples meet.
+    """Require the model to keep nothing of a sample; return the paths that every forward changes alike.
 
-    Returns the paths that every forward changes alike. `others`: runs with another first chosen sample. `thorough`:
-    also after a plain sample, not only a scaled one.
+    `others`: see others_of. `thorough`: try all of them.
     """
     run, one = bench.run, [bench.chosen[0]]
     alone = bench.values(one)

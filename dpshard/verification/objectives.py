@@ -1,4 +1,4 @@
-"""The scalars to differentiate and compare: losses of the model and the user, random directions of outputs."""
+"""The scalars to differentiate and compare: losses, and random directions of outputs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.errors import VerificationError
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """A loss of the user, in place of the model's output."""
+    """A user's loss."""
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
@@ -30,11 +30,11 @@ class Loss:
 
 
 Objective = Callable[[Any, Sequence[int]], Tensor]
-"""(output for some samples, their numbers) -> the scalar to differentiate."""
+"""(output for some samples, their numbers) -> scalar."""
 
 
 def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
-    """Return the objectives of outputs, given those for the samples `chosen` and for the first of them."""
+    """Return the objectives, given outputs for the samples `chosen` and for the first of them."""
     n = len(chosen)
     leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
@@ -65,7 +65,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
 
 
 def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | None:
-    """Return (dimension of the samples, rows of a sample), or None, given outputs for n samples and for one."""
+    """Return (dimension of the samples, rows of a sample), or None."""
     dims = [d for d in range(together.dim()) if together.dim() == alone.dim() and together.shape[d] != alone.shape[d]]
     if len(dims) != 1 or together.shape[dims[0]] != n * alone.shape[dims[0]]:
         return None
@@ -91,6 +91,6 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
 
 
 def without_graph(output: Any) -> list[Any]:
-    """Return the leaves of an output without their graph, but with their requires_grad."""
+    """Return the leaves of an output detached, with their requires_grad."""
     leaves = pytree.tree_leaves(output)
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

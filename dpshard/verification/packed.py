@@ -1,8 +1,7 @@
 """Compare packed units with each unit alone, in a row at its own positions; see [Note: Packed rows].
 
-The whole stream runs with its real shapes, and only a few units are compared. Their gradients must be those alone, and
-no gradient of theirs may come from other units. So attention that looks across units shows. Then other contents of some
-units may not move the outputs of the others.
+The whole stream runs; a few units must have the gradients that they have alone. Other contents of some units may not
+move the outputs of others.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from dpshard.verification.samples import OUTLIER
 from dpshard.verification.tolerances import moved, other_sizes, row_bounds
 
 WHOLE: list[int] = []
-"""Samples of a run of the whole stream."""
 
 CAUSES = (
     "On packed rows, the likely causes are: attention looks across units (give the model position_ids that restart in "
@@ -48,7 +46,7 @@ CAUSES = (
 
 @dataclass(frozen=True, slots=True)
 class PackedLoss(Loss):
-    """A loss of the user on packed rows; for one unit alone it gets that unit's part of the targets."""
+    """A user's loss on packed rows; one unit alone gets its part of the targets."""
 
     run: PackedRun = None  # type: ignore[assignment]
 
@@ -59,14 +57,14 @@ class PackedLoss(Loss):
 
 
 def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...]) -> Loss:
-    """Return a loss of the user for a run."""
+    """Return a user's loss for a run."""
     if isinstance(run, PackedRun):
         return PackedLoss(loss_fn, targets, run=run)
     return Loss(loss_fn, tuple(by_unit(t, 0, run.rows_per_unit) for t in targets), run.rows_per_unit)
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units, as many on every rank: the last one behind another in its row, and some more."""
+    """Return up to n units, as many on every rank: the last one behind another in its row, and more."""
     units, n = _real(run), min(n, run.rows)
     behind = [unit for unit in units if run.packed.before(unit)]
     last = behind[-1] if behind else units[-1]
@@ -75,20 +73,19 @@ def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
 
 
 def _real(run: PackedRun) -> list[int]:
-    """Return the units that are not padding; the first one if all are."""
     units = sorted(run.packed.places)
     return [unit for unit in units if not run.packed.is_padding[unit]] or units[:1]
 
 
 def shuffled(x: Tensor, everything: Tensor) -> Tensor:
-    """Return other contents of a unit: its numbers halved and in another order, or ids of other tokens."""
+    """Return a unit's numbers halved in another order, or ids of other tokens."""
     if x.is_floating_point() or x.is_complex():
         return x.roll(1, 0) / 2
     return _other_ids(x, everything[-len(x) :])
 
 
 def _other_ids(x: Tensor, others: Tensor) -> Tensor:
-    """Return the other ids; where one of the two is negative (an ignored label), the ids as they are."""
+    """Return the other ids, except for ignored labels."""
     return others if x.dtype == torch.bool else torch.where((x < 0) | (others < 0), x, others)
 
 
@@ -101,7 +98,7 @@ def verify_packed(
     *,
     thorough: bool,
 ) -> None:
-    """Raise VerificationError unless the chosen units have the gradients that they have alone, in any company."""
+    """Require of the chosen units the gradients that they have alone, in any company."""
     run, chosen = bench.run, bench.chosen
     assert isinstance(run, PackedRun)
     _refuse_objects(run)
@@ -133,7 +130,7 @@ def _refuse_objects(run: PackedRun) -> None:
 
 
 def _place(run: PackedRun, x: Tensor) -> str | None:
-    """Return where an output of the whole stream has tokens, or "units" for [U, ...]; None for neither."""
+    """Return where an output has tokens, or "units" for [U, ...]."""
     R, T = run.packed.shape
     if x.dim() > 1 and x.shape[:2] == (R, T):
         return "rt"
@@ -150,7 +147,7 @@ def _part(run: PackedRun, x: Tensor, place: str, unit: int) -> Tensor:
 
 
 def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) -> list[Objective]:
-    """Return the model's scalar losses, and a random direction of all other outputs at the tokens of `chosen`."""
+    """Return the scalar losses, and a random direction of other outputs at the tokens of `chosen`."""
     found: list[Objective] = []
     seeds: list[tuple[int, str, dict[int, Tensor]]] = []
     generator = torch.Generator().manual_seed(0)
@@ -190,7 +187,7 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
 
 
 def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
-    """Raise VerificationError unless norms and clipped sums of the chosen units equal those of each unit alone."""
+    """Require norms and clipped sums of the chosen units to be those of each unit alone."""
     run, chosen = bench.run, bench.chosen
     assert isinstance(run, PackedRun)
     U, (R, T) = run.packed.units, run.packed.shape
@@ -204,7 +201,7 @@ def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, object
     for objective in objectives:
         found = Found(clipper.roots)
         twin = clipper.twin(found)
-        tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)  # others are masked as padding is
+        tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)
         with bench.verdict.forward():
             output = bench.replay.recorded(run, WHOLE, tape, bench.state, bench.draws)
         differentiate(objective(output, WHOLE), twin.differentiated())
@@ -227,7 +224,6 @@ def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, object
 
 
 def _verify_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Sequence[Tensor], *, half: bool) -> None:
-    """Raise VerificationError if outputs of some units have gradients at tokens of others."""
     for norm_U in norms.values():
         own, strange = norm_U[~others_U].max(), norm_U[others_U].amax() if others_U.any() else norm_U.new_zeros(())
         if bool(strange > other_sizes(parameters, half=half) * own):
@@ -238,13 +234,12 @@ def _verify_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Se
 
 
 def _verify_company(bench: Bench, together: Sequence[Any], random: np.random.Generator, *, scaled: bool) -> None:
-    """Raise VerificationError if other contents of half of the units move outputs of the other half."""
     run = bench.run
     assert isinstance(run, PackedRun)
     places, units = run.packed.places, _real(run)
     if run.rows < 2 and not run.packed.side_by_side:
         return
-    # Neighbours are never in one half, and rows come in any order.
+    # Neighbours are never in one half.
     rows = random.permutation(run.packed.shape[0])
     order = sorted(units, key=lambda unit: (rows[places[unit][0]], places[unit][1]))
     first, second = sorted(order[::2]), sorted(order[1::2])

@@ -1,4 +1,4 @@
-"""Choose the samples of a micro-batch to compare, and change their inputs."""
+"""Choose the samples to compare, and change their inputs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpshard.interception import Run
 from dpshard.verification.objectives import Loss
 
 SAMPLES = 3
-"""Samples for the comparison of gradients: two can disturb a third."""
+"""Two can disturb a third."""
 OUTLIER = 1e3
 """Factor of an outlier's numbers."""
 
 
 def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[int]:
-    """Return up to n rows that differ in labels, lengths and sizes, from row `start` on."""
+    """Return up to n rows, from `start` on, that differ in labels, lengths and sizes."""
     n = min(n, run.rows)
     if n == run.rows:
         return list(range(n))
@@ -70,12 +70,12 @@ def replaced_targets(loss: Loss, source: Sequence[int]) -> Loss:
 
 
 def taken(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
-    """Return a copy of some rows of a tensor."""
+    """Return a copy of some rows."""
     return x.detach().index_select(dim, torch.tensor(list(rows), device=x.device)).clone()
 
 
 def another(run: Run, row: int) -> Run:
-    """Return the run with other numbers in a row; ids become ids that occur in it."""
+    """Return the run with other numbers in a row, or ids that occur in it."""
     leaves = [x if dim is None else _other_numbers(x, dim, row) for x, dim in zip(run.leaves, run.dims, strict=True)]
     return replace(run, leaves=tuple(leaves))
 
@@ -88,5 +88,5 @@ def _other_numbers(x: Tensor, dim: int, row: int) -> Tensor:
 
 
 def has_numbers(run: Run) -> bool:
-    """Return True if samples hold numbers that can be scaled."""
+    """Return True if samples hold floating-point numbers."""
     return any(dim is not None and x.is_floating_point() for x, dim in zip(run.leaves, run.dims, strict=True))

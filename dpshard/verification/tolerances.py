@@ -15,7 +15,7 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 class Precision(TorchFunctionMode):
-    """Notes if a function returned half precision, also under the model's own autocast."""
+    """Notes if a function returned half precision, also under the model's autocast."""
 
     half = False
 
@@ -27,7 +27,7 @@ class Precision(TorchFunctionMode):
 
 
 def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
-    """Return the relative bound for two batch sizes, far above that of summation order; accelerators may use TF32."""
+    """Return the relative bound for two batch sizes; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
     if any(x.dtype == torch.float32 for x in tensors):
@@ -36,7 +36,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def one_size(x: Tensor, *, half: bool) -> float:
-    """Return the relative bound for one batch size: rounding does not depend on other samples."""
+    """Return the relative bound for one batch size, where rounding does not depend on other samples."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:
@@ -51,7 +51,7 @@ def differ(x: Tensor, y: Tensor, *, half: bool) -> bool:
 
 
 def row_bounds(x: Tensor, *, half: bool) -> Tensor:
-    """Return the bound of rounding per row of dimension 0, for one batch size; 0 for whole numbers."""
+    """Return the bound per row of dimension 0, for one batch size; 0 for whole numbers."""
     size = scale(x)
     if not x.is_floating_point():
         return 0 * size
@@ -59,7 +59,7 @@ def row_bounds(x: Tensor, *, half: bool) -> Tensor:
 
 
 def moved(x: Tensor, y: Tensor) -> Tensor:
-    """Return, per row of dimension 0, the largest difference; infinity where unequal numbers are not finite."""
+    """Return, per row of dimension 0, the largest difference; infinity if only one is finite."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
     return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))

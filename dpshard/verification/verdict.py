@@ -1,7 +1,7 @@
-"""Messages between ranks that verify packed rows together.
+"""Messages between ranks that verify together.
 
-Where forwards gather parameters, every rank takes part in each forward of all others. If the rows of one rank show a
-fault, it must not leave the others waiting. So ranks say before each forward, and at the end, that all is well so far.
+Where forwards gather parameters, all ranks take part in each. Before each, and at the end, a rank says that all is
+well, so that a fault leaves nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpshard.errors import VerificationError
 
 
 class Verdict:
-    """The decision to continue a verification; `ranks` is None if this rank verifies by itself."""
+    """The decision to continue; `ranks` is None if this rank verifies by itself."""
 
     def __init__(self, ranks: Communicator | None = None) -> None:
         self._ranks = ranks
@@ -25,12 +25,12 @@ class Verdict:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Raise VerificationError on all ranks if a comparison fails on one of them."""
+        """Raise VerificationError on all ranks if a comparison fails on one."""
         try:
             yield
             self._tell(failed=False)
         except Exception:
-            # Within a forward, the others wait for its gathers, not for a verdict.
+            # Within a forward, the others wait for its gathers.
             if not (self._over or self._in_forward):
                 self._tell(failed=True)
             raise

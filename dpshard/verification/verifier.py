@@ -1,11 +1,9 @@
 """When to verify a model, and by which comparisons.
 
 [Note: When]
-At the first forward on every kind of input. Numbers, flags and strings among the arguments count, and whether packed
-units lie side by side. Again with more samples than before, up to 4: a Poisson batch may have one. Then at steps 1, 2,
-4, 8, ..., on a micro-batch that the run's key draws. Every forward and release compares a signature of the model's
-attributes and buffers. The first change of an attribute triggers a verification. So does the first micro-batch of a new
-longest length. So does the first with labels below 0 or positions beyond its length.
+At the first forward on every kind of input, and with more samples than before, up to 4. At steps 1, 2, 4, 8, ..., on a
+micro-batch that the run's key draws. At first changes of an attribute or buffer, a new longest length, the first labels
+below 0 or positions beyond the length.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 ENOUGH = 4
-"""Samples of a thorough verification: a micro-batch with more than any before, up to this number, has one again."""
+"""Samples of a thorough verification."""
 
 _BEGAN_SHORT = (
     " Or (6) the first inputs had a dimension of size 1, so they did not show in which order forward flattens the rows "
@@ -50,11 +48,11 @@ _BEGAN_SHORT = (
 )
 
 Moment = tuple[int, int | None, int]
-"""Step, number of the micro-batch (None in a user's own loop), number of micro-batches."""
+"""Step, number of the micro-batch (None in a user's own loop), of micro-batches."""
 
 
 class Verifier:
-    """Verifies a model before its first forward, and again when it changes."""
+    """Verifies a model before its first forward, and when it changes."""
 
     def __init__(
         self,
@@ -74,15 +72,15 @@ class Verifier:
             secret,
         )
         self._mean = mean
-        # Verified kinds of inputs, and their dimensions of size 1, with the most samples of a micro-batch.
+        # (kind, dimensions of size 1): most samples verified.
         self._kinds: dict[tuple[Any, Any], int] = {}
-        self._steps: set[tuple[int, Any]] = set()  # steps of later verifications
+        self._steps: set[tuple[int, Any]] = set()
         self._watch = Watch()
         self._owed = False
         self._last: tuple[Replay, Run] | None = None
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
-        """Verify `run` if new, due or changed. Raises VerificationError or UnsupportedParameterError."""
+        """Verify `run` if new, due or changed."""
         meets, news = self._meets(replay, run), False
         several = not meets and not isinstance(run, PackedRun)  # ranks that meet may have other numbers of samples
         sized = kind, _dimensions_of_one(run) if several else None
@@ -109,12 +107,11 @@ class Verifier:
         self._last = (replay, run)
 
     def _began_short(self, sized: Any) -> bool:
-        """Return True if only inputs of this kind with more dimensions of size 1 were verified."""
         ones = [[*chain(*of_one)] for kind, of_one in self._kinds if kind == sized[0] and of_one is not None]
         return sized not in self._kinds and any(len(some) > len([*chain(*sized[1])]) for some in ones)
 
     def before_release(self) -> None:
-        """Verify on the last micro-batch if the model has changed as never before."""
+        """Verify on the last micro-batch if the model has changed anew."""
         last, self._last = self._last, None
         if last is not None and not self._meets(*last) and self._watch.changes(self._moment()[0]):
             self._owed = True
@@ -122,7 +119,7 @@ class Verifier:
             self._owed = False
 
     def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
-        """Return the run with what is true of all ranks' rows, and True if it is new on any. Each packed its own."""
+        """Return the run with what is true of all ranks' rows, and True if new on any."""
         own = [len(run.packed.places), not run.packed.side_by_side, not new]
         rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
         if rows == 0:
@@ -133,11 +130,10 @@ class Verifier:
         return replace(run, rows=rows, packed=replace(run.packed, planned_beside=not apart)), not known
 
     def _meets(self, replay: Replay, run: Run) -> bool:
-        """Return True if all ranks must run equally many forwards, so no rank may verify by itself."""
+        """Return True if ranks run equally many forwards, so none may verify by itself."""
         return self._sharding.meeting is not None or replay.parameters.unshards(run.module)
 
     def _is_due(self, run: Run, kind: Any) -> bool:
-        """Return True for the first micro-batch from the drawn one on, in steps that are powers of two."""
         step, position, count = self._moment()
         if step == 0 or step & (step - 1) or run.rows < 2 or (step, kind) in self._steps:
             return False
@@ -151,11 +147,10 @@ class Verifier:
         return np.random.default_rng([int(word) for word in words])
 
     def verify(self, replay: Replay, run: Run, loss: Loss | None, *, thorough: bool) -> None:
-        """Raise VerificationError unless every sample has its own gradient; change nothing else.
+        """Require of every sample its own gradient; change nothing else.
 
-        Differentiates `loss` if given; otherwise every returned scalar in turn, and all other outputs along a random
-        direction. `thorough`: with all kinds of random draws, and outliers. Otherwise the costly comparisons, of
-        gradients and of memory, take turns, and one half of the rows changes.
+        Differentiates `loss`, or every returned scalar, and other outputs along a random direction. Costly comparisons
+        take turns unless `thorough`.
         """
         sharding = self._sharding
         sharding.refuse_changed_parameters()
@@ -202,7 +197,6 @@ class Verifier:
     def _verify_packed(
         self, replay: Replay, run: PackedRun, loss: Loss | None, random: np.random.Generator, *, thorough: bool
     ) -> None:
-        """Compare packed units with each unit alone; see packed.py."""
         if not run.packed.places:
             return
         sharding = self._sharding
@@ -269,7 +263,6 @@ class Verifier:
 
 
 def _dimensions_of_one(run: Run) -> tuple[tuple[int, ...], ...]:
-    """Return the dimensions of size 1 of each input. A sample of one row does not show the order of several."""
     return tuple(
         tuple(place for place, size in enumerate(x.shape) if size == 1 and place != dim)
         for x, dim in zip(run.leaves, run.dims, strict=True)

@@ -1,12 +1,9 @@
-"""Watch a model and its inputs for changes never seen before, cheaply enough for every forward.
-
-The signature reads identities, versions, lengths, shapes, and integers on the CPU, so it waits for no accelerator.
+"""Watch a model and its inputs for changes never seen before, without waiting for an accelerator.
 
 [Note: What is watched]
-Attributes, buffers, sub-modules and hooks of every module, and the contents of dicts, lists and objects among them,
-such as settings in `model.config`. An ordinary forward costs four lists of numbers, nearly without loops in Python. A
-ramping float changes its kind at every power of two. So the number of verifications per attribute grows at most with
-the logarithm of the steps. Flags and strings have separate limits.
+Attributes, buffers, sub-modules and hooks of every module, and contents of collections and objects among them. A float
+changes its kind at every power of two, so verifications per attribute grow with the logarithm of the steps. Flags and
+strings have separate limits.
 """
 
 from __future__ import annotations
@@ -24,29 +21,28 @@ from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, 
 MOST_NEWS = 8
 """Verifications for changes of one attribute before the limit applies."""
 _MOST_ITEMS = 256
-"""Most watched items of a collection; of a longer one only the length is watched."""
+"""Of a longer collection only the length is watched."""
 _MOST_HELD = 2_000
-"""Most watched values within attributes."""
 _DEEPEST = 5
 
 Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
-    """The kinds seen so far of a model's attributes, buffers and inputs."""
+    """Kinds seen of attributes, buffers and inputs."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
-        self._sized: list[Any] = []  # objects with a length: modules' attributes, collections
-        self._owners: list[dict[Any, Any]] = []  # dicts of watched values
+        self._sized: list[Any] = []  # objects with a length
+        self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
-        self._lists: list[Any] = []  # lists of watched items
+        self._lists: list[Any] = []
         self._tensors: list[Tensor] = []
-        self._in_place: list[tuple[str, Any, int]] = []  # path, object that may change in place, length or version
+        self._in_place: list[tuple[str, Any, int]] = []  # path, object, length or version
         self._signature: Signature | None = None
         self._handles = -1
         self._hooks: list[dict[Any, Any]] = []
-        self._hooking: list[dict[Any, Any]] = []  # non-empty dicts of `_hooks`
+        self._hooking: list[dict[Any, Any]] = []
         self._hooked: list[int] = []
         self._kinds: dict[str, Any] = {}  # by path
         self._seen: set[tuple[str, Any]] = set()
@@ -61,12 +57,12 @@ class Watch:
         return len(self._lengths) > 1
 
     def news(self, run: Run, step: int) -> bool:
-        """Return True if the model's state or inputs changed as never before."""
+        """Return True if the model or its inputs changed anew."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
         return self.changes(step) | longer | self._has_character(run)
 
     def changes(self, step: int) -> bool:
-        """Return True if the model's state changed as never before."""
+        """Return True if the model changed anew."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -80,7 +76,7 @@ class Watch:
         return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
-        """Take the state as verified; forward changes the paths `counters` in the same way for any samples."""
+        """Take the state as verified; samples do not decide how forward changes `counters`."""
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
@@ -112,7 +108,6 @@ class Watch:
         self._hooked = self._hook_ids()
 
     def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
-        """Watch a module's attributes or sub-modules."""
         for key in keys:
             x = owner[key]
             self._owners.append(owner)
@@ -122,7 +117,6 @@ class Watch:
                 self._look_into(f"{path}{key}", x, seen, 0)
 
     def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
-        """Watch changes within an attribute, and its contents."""
         if isinstance(x, Tensor):
             if not x.is_inference():
                 self._tensors.append(x)
@@ -141,7 +135,7 @@ class Watch:
             self._look_at_items(path, x, seen, depth)
         elif isinstance(x, list | tuple | deque):
             self._lists.append(x)
-            # The kinds of a list ignore the positions of its items.
+            # Positions of items do not count.
             self._kinds[f"{path}[]"] = frozenset(_kind(item) for item in x)
             for item in x:
                 self._look_into(f"{path}[]", item, seen, depth + 1)
@@ -165,7 +159,6 @@ class Watch:
         )
 
     def _has_other_hooks(self) -> bool:
-        """Return True if hooks of modules were added or removed; torch counts all hooks ever made."""
         if self._handles == RemovableHandle.next_id:
             return False
         self._handles = RemovableHandle.next_id
@@ -183,7 +176,7 @@ class Watch:
         return longer or first_other
 
     def _has_character(self, run: Run) -> bool:
-        """Return True if integers are negative (ignored labels), or beyond a length, as never before."""
+        """Return True for new combinations of negative (ignored labels) and too large integers."""
         lengths = {x.shape[1] for x, dim in _samples(run) if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))
@@ -204,7 +197,7 @@ def _count(x: Any) -> int:
 
 
 def _ration(path: str, kind: Any) -> str:
-    """Return the name that rations a change: the path for a flag or string, the attribute for a number."""
+    """Return the path for a flag or string, the attribute for a number."""
     exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
     return path if exact else f"{path.partition('[')[0]}[]"
 

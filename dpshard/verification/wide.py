@@ -1,8 +1,7 @@
 """Decide a failure in float32 by float64: rounding shrinks, a fault stays.
 
 [Note: One rank decides]
-A rank decides about its own samples, when other ranks may have no failure. So a collective in the model's forward ends
-the comparison, and the failure stands.
+Other ranks may have no failure, so a collective in forward ends the comparison, and the failure stands.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from dpshard.verification.bench import Bench
 
 @dataclass(slots=True)
 class Widened:
-    """The parameters in float64, by name; see gradients.Differentiated."""
+    """Parameters in float64, by name."""
 
     parameters: dict[str, nn.Parameter]
 
@@ -34,7 +33,7 @@ class Widened:
 
 
 class OnOneRank(TorchDispatchMode):
-    """Raises RuntimeError if a model would wait for other ranks."""
+    """Raises RuntimeError in place of collectives."""
 
     supports_higher_order_operators = True
 
@@ -56,7 +55,7 @@ class Doubled(TorchFunctionMode):
 
 
 def can_widen(bench: Bench, owned: Any) -> bool:
-    """Return True if float64 can decide: parameters are whole, and autocast does not choose float32."""
+    """Return True if parameters are whole, and autocast does not choose float32."""
     model = bench.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
     unshards = bench.replay.parameters.unshards(bench.run.module)
@@ -65,7 +64,7 @@ def can_widen(bench: Bench, owned: Any) -> bool:
 
 @contextmanager
 def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
-    """Return a block in which the model computes in float64, with its own parameters."""
+    """Return a block in which the model computes in float64."""
     owned, layouts = bench.replay.parameters, bench.replay.layouts.found
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
