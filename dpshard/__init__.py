@@ -1,4 +1,4 @@
-"""dpshard: train sharded PyTorch models with differential privacy by adding one object to the training script."""
+"""Train sharded PyTorch models with differential privacy by one object in the training script."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -19,7 +19,7 @@ ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
 AccountantName = Literal["pld", "rdp", "gdp"]
 OffloadRecords = bool | float | Literal["auto"]
-"""True: all records; False: none; "auto": what does not fit; GiB of records that stay on the device."""
+"""True: all records; False: none; "auto": what does not fit; GiB that stay on the device."""
 NoiseName = Literal["gaussian", "discrete-gaussian"]
 SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order", "balls-in-bins"]
 """See [Note: Ways to sample] in accounting/courses.py."""
@@ -30,11 +30,11 @@ class BatchSchedule:
     """The public expected batch size of every step; the only divisor of the update."""
 
     sizes: tuple[int, ...]
-    """Expected logical batch size over all ranks, one entry a step."""
+    """Over all ranks, one entry a step."""
 
     @property
     def steps(self) -> int:
-        """Number of steps of the run."""
+        """Steps of the run."""
         return len(self.sizes)
 
     @overload
@@ -42,7 +42,7 @@ class BatchSchedule:
     @overload
     def __getitem__(self, step: slice) -> tuple[int, ...]: ...
     def __getitem__(self, step: int | slice) -> int | tuple[int, ...]:
-        """Return the size at `step`; past the end, the last one. Slices stop at the end."""
+        """Return the size at `step`; past the end, the last one."""
         if isinstance(step, slice):
             return self.sizes[step]
         return self.sizes[min(step, len(self.sizes) - 1)]
@@ -52,7 +52,7 @@ class BatchSchedule:
         return iter(self.sizes)
 
     def phases(self) -> list[tuple[int, int]]:
-        """Return the schedule run-length encoded: `[(batch_size, number of steps), ...]` in order."""
+        """Return `[(batch_size, number of steps), ...]` in order."""
         return [(size, sum(1 for _ in run)) for size, run in groupby(self.sizes)]
 
     @classmethod
@@ -67,10 +67,9 @@ class BatchSchedule:
     ) -> BatchSchedule:
         """Return the schedule for the user's settings; `epochs` means round(epochs * sample_size / batch_size) steps.
 
-        With "balls-in-bins" it means round(epochs * steps_of_epoch(sample_size, batch_size)). With "fixed-order" an
-        epoch has sample_size // batch_size steps, so that no sample is charged more than once an epoch. If batch sizes
-        vary, `epochs` adds steps until the expected number of drawn samples is reached.
-        Raises ConfigurationError for empty runs, and for batches larger than the data set.
+        With "balls-in-bins" an epoch has steps_of_epoch(...) steps, with "fixed-order" sample_size // batch_size: no
+        sample is charged twice an epoch. If batch sizes vary, `epochs` sets the expected number of drawn samples.
+        Raises ConfigurationError for empty runs, and batches larger than the data set.
         """
         if isinstance(sample_size, bool) or not isinstance(sample_size, int):
             raise ConfigurationError(f"sample_size must be an int, the number of samples; got {sample_size!r}.")
@@ -114,7 +113,7 @@ class BatchSchedule:
 
 
 def steps_of_epoch(sample_size: int, batch_size: int) -> int:
-    """Return the steps T of an epoch of random allocation ("balls-in-bins"); the expected batch is sample_size / T."""
+    """Return the steps T of an epoch of "balls-in-bins"; the expected batch is sample_size / T."""
     return max(1, round(sample_size / batch_size))
 
 
@@ -139,11 +138,11 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
         if not is_count(steps):
             raise ConfigurationError(f"steps={steps!r}: it must be an int, and a run has at least one step.")
         return tuple(size_of(step) for step in range(steps))
-    assert epochs is not None  # the caller checks that one of the two is given
+    assert epochs is not None
     require_positive("epochs", epochs)
     wanted, drawn = epochs * sample_size, 0.0
     sizes: list[int] = []
-    # Round half up: add a step while it brings the expected number of samples closer to the wanted one.
+    # Round half up: add a step while it brings the expected number of samples closer.
     while not sizes or drawn + size_of(len(sizes)) / 2 <= wanted:
         sizes.append(size_of(len(sizes)))
         require_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
@@ -153,20 +152,19 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Execution:
-    """Computation of the clipped sum: it decides time and memory, never the result."""
+    """Computation of the clipped sum: time and memory, never the result."""
 
     norm: NormMethod
-    """How to compute the per-sample norm of a weight."""
     backward_passes: int
     """1 keeps all records until the norms are known (book-keeping); 2 repeats backward instead."""
     keep_per_sample: bool
-    """True to reuse the per-sample gradient of a norm in the clipped sum."""
+    """True to reuse a norm's per-sample gradient in the clipped sum."""
     records_on_device: float | Literal["auto"] | None = None
-    """GiB of records that may wait on the device for the norms, "auto" for what fits; None: all of them."""
+    """GiB of records that may wait on the device, "auto" for what fits; None: all."""
 
 
 class NormMethod(Enum):
-    """The ways to compute a per-sample gradient norm."""
+    """Ways to compute a per-sample gradient norm."""
 
     INSTANTIATE = "instantiate"
     GHOST = "ghost"
@@ -183,13 +181,13 @@ CLIPPING_MODES: dict[str, Execution] = {
     "bk-mixed-opt": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
     "auto": Execution(norm=NormMethod.CHEAPEST, backward_passes=1, keep_per_sample=True),
 }
-"""Names from the literature. Lee & Kifer 2020, arXiv:2009.03106: "fast-gradient". Li et al. 2022, arXiv:2110.05679:
-"ghost". Bu et al. 2022, arXiv:2205.10683: "mixed-ghost". Bu et al. 2023, arXiv:2210.00038: "bk...".
+"""Lee & Kifer 2020, arXiv:2009.03106: "fast-gradient". Li et al. 2022, arXiv:2110.05679: "ghost". Bu et al. 2022,
+arXiv:2205.10683: "mixed-ghost". Bu et al. 2023, arXiv:2210.00038: "bk...".
 """
 
 
 def parse_clipping_mode(mode: str, *, offload_records: OffloadRecords = False) -> Execution:
-    """Return the execution named `mode`; ConfigurationError if it is unknown, or has no records to offload."""
+    """Return the execution named `mode`; ConfigurationError if unknown, or without records to offload."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]
@@ -211,12 +209,12 @@ def parse_clipping_mode(mode: str, *, offload_records: OffloadRecords = False) -
 
 
 def is_number(value: object) -> bool:
-    """Return True if `value` is an int or a float; a bool is neither."""
+    """Return True for an int or a float, False for a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def is_count(value: object) -> bool:
-    """Return True if `value` is a positive int; a bool is not."""
+    """Return True for a positive int, False for a bool."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
@@ -227,7 +225,7 @@ def require_choice(name: str, value: object, choices: Sequence[object]) -> None:
 
 
 def require_positive(name: str, value: float) -> None:
-    """Raise ConfigurationError unless `value` is a finite number above zero."""
+    """Raise ConfigurationError unless `value` is finite and above zero."""
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ConfigurationError(f"{name}={value!r}: it must be a finite number above 0, an int or a float.")
 
@@ -239,7 +237,7 @@ def require_rows_per_unit(rows: object) -> None:
 
 
 def refuse_units(settings: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigurationError if `settings` ask for units of several rows, which `where` does not support."""
+    """Raise ConfigurationError if `settings` ask for units of several rows."""
     if settings.get("rows_per_unit", 1) != 1:
         raise ConfigurationError(
             f"{where} does not support units of rows_per_unit={settings['rows_per_unit']!r} rows yet. Leave it out, or "
@@ -248,7 +246,7 @@ def refuse_units(settings: Mapping[str, Any], where: str) -> None:
 
 
 def require_probability(name: str, value: float) -> None:
-    """Raise ConfigurationError unless `value`, a delta, is strictly between 0 and 1."""
+    """Raise ConfigurationError unless 0 < `value` < 1."""
     if not (is_number(value) and 0 < value < 1):
         raise ConfigurationError(f"{name}={value!r}: delta is a probability, strictly between 0 and 1.")
 
@@ -267,7 +265,7 @@ def require_delta(target_delta: float, sample_size: int) -> None:
 def require_choices(
     accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
 ) -> None:
-    """Raise ConfigurationError unless these settings of the engine are ones that it has."""
+    """Raise ConfigurationError for unknown settings of the engine."""
     require_choice("accountant", accountant, get_args(AccountantName))
     require_choice("loss_reduction", loss_reduction, get_args(LossReduction))
     require_choice("on_budget", on_budget, ("raise", "continue"))

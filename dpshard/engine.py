@@ -1,4 +1,4 @@
-"""PrivacyEngine: the one object that a training script adds."""
+"""The one object that a training script adds."""
 
 from __future__ import annotations
 
@@ -68,57 +68,52 @@ class PrivacyEngine:
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
-        batch_size: Expected logical batch size: an int, phases `[(batch_size, steps), ...]`, or a callable of the step.
+        batch_size: Expected logical batch: an int, phases `[(batch_size, steps), ...]`, or a callable of the step.
         sample_size: Number of samples of the data set.
         epochs: Length of the run: round(epochs * sample_size / batch_size) steps. Or give `steps`.
         steps: Length of the run in optimizer steps.
-        target_epsilon: Budget of the whole run; calibrates the noise. Or give `noise_multiplier`.
+        target_epsilon: Budget of the run; calibrates the noise. Or give `noise_multiplier`.
         target_delta: Delta of the guarantee; well below 1 / sample_size.
-        noise_multiplier: Standard deviation of the noise over the sensitivity; 0 means no privacy at all.
-        max_grad_norm: Largest L2 norm of one sample's contribution, over all parameters.
+        noise_multiplier: Standard deviation of the noise over the sensitivity; 0 means no privacy.
+        max_grad_norm: Largest L2 norm of a sample's contribution, over all parameters.
         clipping_fn: "automatic" C = R / (|g| + 0.01), "abadi" C = min(1, R / |g|), "global" C = 1 if |g| <= R else 0;
             or a ClippingFunction.
-        clipping_style: Which parameters share a norm: "all-layer", "layer-wise", "block-wise", "param-wise", or lists
-            of parameter names. M groups have the threshold max_grad_norm / sqrt(M) each.
-        clipping_mode: How norms are computed: time and memory, never the result. See docs/guide.md.
-        accountant: "pld" (tightest), "rdp", or "gdp" (an approximation that may under-state epsilon).
-        loss_reduction: How the loss reduces the rows of the micro-batch: "mean" or "sum".
-        rows_per_unit: Rows K of a sample that is a unit (a patient, a user, a pair), adjacent in the input. All sizes
-            count units. A unit's gradient is that of the mean of its rows' losses. A loss may couple rows of one unit,
-            never of two.
-        adaptive_clipping: A `QuantileTracking`: the groups' thresholds, and with them the noise, follow the gradient
-            norms, starting at `max_grad_norm`. Needs `engine.batches`.
-        max_batch_size: Cap of the logical batch (truncated Poisson), "auto" for B + 6 sqrt(B), None for no cap.
-        offload_records: Keep records in host memory until the norms are known: less GPU memory, more time. True for all
-            records, "auto" for those that do not fit, or the GiB of records that stay on the GPU. Needs a mode with one
-            backward pass. Without effect on a CPU.
+        clipping_style: Parameters that share a norm: "all-layer", "layer-wise", "block-wise", "param-wise", or lists of
+            names. Each of M groups has the threshold max_grad_norm / sqrt(M).
+        clipping_mode: How norms are computed: time and memory, never the result (docs/guide.md).
+        accountant: "pld" (tightest), "rdp", or "gdp" (may under-state epsilon).
+        loss_reduction: "mean" or "sum" over the rows of the micro-batch.
+        rows_per_unit: Adjacent rows K of a unit (a patient, a user, a pair); all sizes count units. A unit's gradient
+            is that of the mean of its rows' losses. A loss may couple rows of one unit, never of two.
+        adaptive_clipping: A `QuantileTracking`: thresholds and noise follow the gradient norms, from `max_grad_norm`
+            on. Needs `engine.batches`.
+        max_batch_size: Cap of the logical batch (truncated Poisson); "auto" is B + 6 sqrt(B).
+        offload_records: Records wait for the norms in host memory: less GPU memory, more time. True for all, "auto" for
+            those that do not fit, or the GiB that stay on the GPU. Needs a mode with one backward pass.
         secure_mode: Draw the noise on the CPU as sums of four normals in float64, so that last bits reveal nothing.
-            Otherwise the device's generator draws it.
-        noise: "gaussian", or "discrete-gaussian": exact integers on a grid to which sums are rounded. The latter needs
-            accountant="rdp", no cap and no adaptive thresholds. See docs/threat-model.md.
+        noise: "gaussian", or "discrete-gaussian": exact integers on a grid. The latter needs accountant="rdp", no cap
+            and fixed thresholds (docs/threat-model.md).
         sampling: "poisson": each sample by a coin. "balls-in-bins": once an epoch, in a random step. "fixed-order":
             once an epoch, in one order, also from a stream or your own loop. "cyclic-poisson": groups take turns, with
-            BandMF. All but "poisson" need one int as batch_size. The last two and correlated noise need fixed
-            thresholds.
-        noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. None for independent
-            noise. With "fixed-order", "balls-in-bins" or "cyclic-poisson".
+            BandMF. All but "poisson" need an int as batch_size; the last two need fixed thresholds.
+        noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. Needs fixed
+            thresholds and a sampling other than "poisson".
         verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
             a change.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
-        earlier: Releases about the same samples before the run, `((Release, count), ...)`, such as private statistics.
-            Epsilon and calibration include them.
-        model_parallel_group: The ranks that hold parts of this model or of its samples, unless DTensors show it.
-            A group of only this rank means that other ranks train other models.
-        model_parallel_parts: The part that each rank of a larger group holds, by patterns of parameter names (the first
-            match counts). A number: a part along this dimension. "same": the parameter and its whole gradient.
-            "sum": the parameter and a term of its gradient. "samples": the parameter, beside experts in parts along
-            dimension 0; each rank has its own samples. "stage": a parameter of a pipeline's stage. See
-            docs/model-parallel.md.
+        earlier: Earlier releases about the same samples, `((Release, count), ...)`, which epsilon and calibration
+            include.
+        model_parallel_group: Ranks with parts of this model or of its samples, unless DTensors show it. A group of only
+            this rank means that other ranks train other models.
+        model_parallel_parts: What each rank of a larger group holds, by patterns of parameter names; the first match
+            counts. A number: a part along this dimension. "same": the parameter and its whole gradient. "sum": the
+            parameter and a term of its gradient. "samples": the parameter, beside experts in parts along dimension 0;
+            each rank has its own samples. "stage": a parameter of a pipeline's stage. See docs/model-parallel.md.
 
     Raises:
         ConfigurationError: for settings out of range or in contradiction.
-        EngineInUseError: if a parameter of the model already belongs to an engine.
+        EngineInUseError: if a parameter already belongs to an engine.
         AccountingError: if the accountant cannot analyse the mechanism.
     """
 
@@ -207,7 +202,6 @@ class PrivacyEngine:
         adaptive: QuantileTracking | None,
         undo: ExitStack,
     ) -> None:
-        """Make the collector; attach thresholds, verification, interception and the optimizer hook to it."""
         mean, K = self.mechanism.loss_reduction == "mean", self.mechanism.rows_per_unit
         collector = Collector(
             self._backend, groups, function, execution, mean=mean, rows_per_unit=K, fed=self._order.fed
@@ -215,7 +209,6 @@ class PrivacyEngine:
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
         self.internals = Internals(self._backend, collector)
-        """Internal interface of the optimizer hook, Checkpointer and audits."""
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
         self._verifier = Verifier(
@@ -239,25 +232,22 @@ class PrivacyEngine:
 
     @property
     def gradient_noise_std(self) -> float:
-        """Standard deviation of the noise in the last private gradient; 0 before the first one."""
+        """Standard deviation of the noise in the last private gradient; 0 before the first."""
         return self._gradient_noise_std
 
     @property
     def steps(self) -> int:
-        """Number of steps of the planned run."""
+        """Steps of the planned run."""
         return self.mechanism.schedule.steps
 
     @property
     def step(self) -> int:
-        """Index of the next step: the number of steps released before it."""
+        """Index of the next step: the number of released steps."""
         return self._budget.ledger.steps
 
     @property
     def thresholds(self) -> dict[str, float]:
-        """The threshold R_m of each clipping group, by label; adaptive ones are those of the next step.
-
-        Epsilon covers them: they are computed from noisy counts that the ledger charges.
-        """
+        """Threshold R_m of each clipping group in the next step, by label; epsilon covers adaptive ones."""
         return {group.label: group.threshold for group in self._clipper.groups}
 
     def epsilon(self, delta: float | None = None) -> float:
@@ -272,17 +262,14 @@ class PrivacyEngine:
     def metrics(self) -> dict[str, float]:
         """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
-        Keys are loss (if `record_loss` was called), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
-        gradient_snr, clipped_sum_norm, grad_norm/GROUP (mean) and grad_norm_max/GROUP. gradient_snr: norm of the
-        clipped sum over the expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
+        Keys: loss (after `record_loss`), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
+        clipped_sum_norm, grad_norm/GROUP (mean), grad_norm_max/GROUP, and gradient_snr: norm of the clipped sum over
+        the expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
         """
         return self._metrics.summary()
 
     def record_loss(self, loss: Tensor) -> None:
-        """Record the loss of a micro-batch for `metrics()`.
-
-        `loss` is [B], one value per row or unit that does not depend on padding; or [], their mean.
-        """
+        """Record the loss of a micro-batch for `metrics()`: [B], one per row or unit, or [], their mean."""
         plan = self._collector.plan
         is_padding_B = None
         if plan is not None:
@@ -304,19 +291,17 @@ class PrivacyEngine:
         pad: bool = True,
         packing: Packing | None = None,
     ) -> Iterator[LogicalBatch]:
-        """Yield the remaining logical batches of the run, sampled from `dataset`; resumes at `engine.step`.
+        """Yield the remaining logical batches of the run, sampled from `dataset`, from `engine.step` on.
 
-        Each is an iterable of micro-batches of `micro_batch_size` samples; padding contributes exactly 0. With None,
-        each is one micro-batch. `pad=False` yields smaller last micro-batches instead (one padding row if none was
-        drawn). Loops that sort, shuffle or augment rows need it. Call `optimizer.step()`
-        after each logical batch, also after an empty one.
-        `packing` packs documents into rows of fixed length; `micro_batch_size` is then the largest number of documents
-        in a micro-batch. See `dpshard.Packing`.
-        `steps` requests another number of logical batches: part of the run, or steps beyond the plan, which exceed
-        `target_epsilon`. DataLoader defines the other arguments. Raises DataError for a data set that is empty, not
-        map-style, or not of `sample_size`.
-        With sampling="fixed-order", `dataset` may also be an IterableDataset, the whole of it on every rank. Each epoch
-        must yield the same `sample_size` samples, all different, in one order. num_workers is at most 1.
+        Each is an iterable of micro-batches of `micro_batch_size` samples (None: one); padding contributes exactly 0.
+        Call `optimizer.step()` after each, also after an empty one. Loops that sort, shuffle or augment rows need
+        `pad=False`: smaller last micro-batches, or one padding row if none was drawn. `packing` packs documents into
+        rows; `micro_batch_size` is then the largest number of documents. `steps` requests another number of logical
+        batches; steps beyond the plan exceed `target_epsilon`. DataLoader defines the other arguments.
+
+        Raises DataError for a data set that is empty, not map-style, or not of `sample_size`. With
+        sampling="fixed-order", `dataset` may be an IterableDataset, whole on every rank: each epoch yields the same
+        `sample_size` different samples in one order. num_workers is then at most 1.
         """
         K = self.mechanism.rows_per_unit
         require_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)
@@ -330,27 +315,25 @@ class PrivacyEngine:
         return self._collector.batches(loaded, lambda: self.step)
 
     def _begin_batches(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> tuple[bytes, range]:
-        # Called at the first batch only: load_state_dict() may come before.
+        # At the first batch, because load_state_dict() may come before.
         released = self._budget.ledger.releases > 0
         self._facts.begin_batches(dataset, micro_batch_size, self._secret, self.step, released=released)
         return self._secret, range(self.step, self.steps if steps is None else self.step + steps)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
-        """Return a block in which your own loop feeds packed rows [R, T] with these units.
+        """Return a block in which your own loop feeds packed rows [R, T]; forwards and `verify` belong in it.
 
-        Forwards and `verify` belong in it. `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for
-        padding. `dpshard.packed_unit_ids` makes it of position_ids or cu_seqlens. `units`: the most units of a
-        micro-batch, a public number; the divisor of a mean loss. Raises BatchLayoutError for a unit that is not one run
-        of tokens in one row.
+        `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for padding; see `dpshard.packed_unit_ids`.
+        `units`: the public largest number in a micro-batch, the divisor of a mean loss. Raises BatchLayoutError for a
+        unit that is not one run of tokens in one row.
         """
         return self._collector.own_packed(PackedTokens(unit_ids, units), verified=self._verify)
 
     def privatize(self) -> None:
-        """Add the noise to the clipped sums and divide by the expected batch size.
+        """Add the noise to the clipped sums and divide by the expected batch size; no effect on private gradients.
 
-        `optimizer.step()` calls it; call it first to read private gradients. Does nothing if they are private already.
-        Raises LogicalBatchError on a half-finished logical batch, or after a release that failed; BudgetExceededError
-        if the budget is spent.
+        `optimizer.step()` calls it; call it first to read private gradients. Raises LogicalBatchError on a
+        half-finished logical batch, or after a release that failed; BudgetExceededError if the budget is spent.
         """
         collector, backend = self._collector, self._backend
         if not collector.begin_release(self.step):
@@ -399,11 +382,10 @@ class PrivacyEngine:
         targets: Any = (),
         **model_kwargs: Any,
     ) -> None:
-        """Check, on a few rows of `model_inputs`, that every sample has its own gradient, and that it is correct.
+        """Check, on a few rows of `model_inputs`, that every sample has its own, correct gradient; all ranks call it.
 
         Differentiates `loss_fn(output, *targets)`, else the model's loss, else a random direction of its output.
-        Targets are tensors with a row per sample. Restores RNG state, buffers and gradients. All ranks call it. Raises
-        VerificationError that names a parameter and likely causes.
+        Targets are tensors with a row per sample. Restores RNG state, buffers and gradients. Raises VerificationError.
         """
         targets = (targets,) if isinstance(targets, Tensor) else tuple(targets)
         with self._backend.sharding.guard_disabled():
@@ -419,7 +401,7 @@ class PrivacyEngine:
         optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ledger, step, run secret and mechanism, as plain values. They are as secret as the data."""
+        """Return ledger, step, run secret and mechanism, as plain values: as secret as the data."""
         return checkpoint.pack(
             self.mechanism,
             self._secret,
@@ -433,15 +415,14 @@ class PrivacyEngine:
     def load_state_dict(
         self, state: dict[str, Any], *, released: int | Sequence[tuple[int, bytes]] | None = None
     ) -> None:
-        """Continue the run that saved `state`, with the same batches.
+        """Continue the run that saved `state`, with the same batches; releases of this engine stay counted.
 
-        A repeated step with the same sums has the same noise and costs nothing; with other sums it is charged. The
-        releases of this engine stay counted.
+        A repeated step with the same sums costs nothing; with other sums it is charged.
 
         Args:
             state: A `state_dict()`, the same on all ranks.
-            released: Total number of steps released before the crash, if larger than in the state. These steps count,
-                and each repetition of one is charged. (A Checkpointer passes its journal instead.)
+            released: Steps released in all before the crash, if more than in the state; repetitions are charged. Or a
+                Checkpointer's journal.
 
         Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or differs between
         ranks. Raises LogicalBatchError in the middle of a logical batch.

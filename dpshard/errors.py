@@ -1,4 +1,4 @@
-"""The errors of dpshard. Each message says where, why, and what to do."""
+"""Each message says where, why, and what to do."""
 
 
 class DpshardError(Exception):
@@ -6,15 +6,15 @@ class DpshardError(Exception):
 
 
 class ConfigurationError(DpshardError, ValueError):
-    """A setting is out of its range, or two settings contradict each other."""
+    """A setting is out of range, or two contradict each other."""
 
 
 class UnsupportedParameterError(DpshardError, RuntimeError):
-    """A trainable parameter is used in a way without an exact per-sample gradient rule."""
+    """A trainable parameter is used without an exact per-sample gradient rule."""
 
 
 class BatchLayoutError(DpshardError, RuntimeError):
-    """The dimension that carries the samples of the micro-batch is ambiguous."""
+    """The dimension of the samples is ambiguous."""
 
 
 class VerificationError(DpshardError, RuntimeError):
@@ -22,31 +22,31 @@ class VerificationError(DpshardError, RuntimeError):
 
 
 class LogicalBatchError(DpshardError, RuntimeError):
-    """A forward, backward or step came at a moment that would break the accounting of the logical batch."""
+    """A forward, backward or step would break the accounting of the logical batch."""
 
 
 class UnknownLengthError(LogicalBatchError, TypeError):
-    """The length of a logical batch is private data. It is a TypeError so that list() and tqdm continue without it."""
+    """The length of a logical batch is private data; as a TypeError, list() and tqdm continue without it."""
 
 
 class UnsupportedOptimizerError(DpshardError, RuntimeError):
-    """The optimizer (or a scaler around it) would use gradients other than the accounted ones."""
+    """The optimizer or its scaler would use other gradients than the accounted ones."""
 
 
 class EngineInUseError(DpshardError, RuntimeError):
-    """The model already belongs to another engine, or the engine to another process."""
+    """The model belongs to another engine, or the engine to another process."""
 
 
 class BudgetExceededError(DpshardError, RuntimeError):
-    """The next step would spend more than the target epsilon."""
+    """The next step would exceed the target epsilon."""
 
 
 class AccountingError(DpshardError, RuntimeError):
-    """The accountant cannot analyse the requested mechanism."""
+    """The accountant cannot analyse the mechanism."""
 
 
 class CheckpointError(DpshardError, RuntimeError):
-    """A saved state is damaged, incomplete, or belongs to another mechanism."""
+    """A saved state is damaged, incomplete, or of another mechanism."""
 
 
 class DataError(DpshardError, ValueError):
@@ -62,4 +62,3 @@ REENTRANT = (
     "known. Pass use_reentrant=False to torch.utils.checkpoint (in transformers: "
     'gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})).'
 )
-"""Reason and fix: the text of every error that refuses reentrant checkpointing."""

@@ -1,6 +1,6 @@
 """Names of parameters without the prefixes of wrappers: the keys of noise, groups and states.
 
-And walks through modules, for steps: those of nn.Module call several functions a module.
+And walks through modules, faster than nn.Module's.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ from torch import nn
 
 _WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 WRAPPERS = ", ".join(_WRAPPERS)
-"""Wrappers of torch.compile, checkpointing and sharding, for error messages."""
+"""For error messages."""
 
 
-@functools.lru_cache(maxsize=2**16)  # the same names come again in every step
+@functools.lru_cache(maxsize=2**16)
 def canonical_name(name: str) -> str:
-    """Return the name of a parameter or module without the parts that wrappers add."""
+    """Return a name without the parts that wrappers add."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
     """Return True if torch.compile returned `module`."""
-    # Importing torch._dynamo takes longer than importing torch; a wrapper exists only after that import.
+    # Importing torch._dynamo is slow; a wrapper exists only after it.
     compiler = sys.modules.get("torch._dynamo")
     return compiler is not None and isinstance(module, compiler.OptimizedModule)
 
@@ -65,8 +65,5 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def has_any(model: nn.Module, ids: Set[int]) -> bool:
-    """Return True if a parameter of `model` has one of these ids.
-
-    Without names, because every optimizer of the process asks every engine at every step.
-    """
+    """Return True if a parameter of `model` has one of these ids."""
     return any(not ids.isdisjoint(map(id, module._parameters.values())) for _, module in modules_of(model))

@@ -1,17 +1,16 @@
 """Keyed randomness: every draw is a function of the run secret and its purpose, never of global seeds.
 
 [Note: Keyed draws]
-A run owns one secret of 32 bytes from the operating system. Each purpose has a key derived from it. Purposes are the
-noise of block 3 of parameter "head.weight" at step 7, or the batch of step 7. So draws for different purposes are
-independent. A repeated step draws the same batch on any number of ranks, and `torch.manual_seed` has no influence.
+A run owns one secret of 32 bytes from the operating system. Each purpose has a derived key: the noise of block 3 of
+"head.weight" at step 7, the batch of step 7. So draws for different purposes are independent, and a repeated step draws
+the same batch on any number of ranks.
 
 [Note: Strength]
-Keys come from HMAC-SHA-256, so a key reveals nothing about another key or the secret. A source expands its key by
-AES-256 in counter mode, indistinguishable from random bits and faster than memory. (The code uses GCM, NIST SP 800-38D,
-which OpenSSL runs 2.5 times as fast, and never computes the tag. Beyond 2^36 bytes per key the cipher raises.)
-Box-Muller turns the stream into normals. The radius has 62 bits, so the tails reach 9.3 standard deviations.
-[Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU is too
-weak: an attacker can enumerate the 32-bit seeds of its mt19937.)
+HMAC-SHA-256 makes the keys, so a key reveals nothing about another key or the secret. A source expands its key by
+AES-256 in counter mode, indistinguishable from random bits. (GCM, NIST SP 800-38D, without its tag: OpenSSL runs it 2.5
+times as fast. Beyond 2^36 bytes per key the cipher raises.) Box-Muller makes normals; the radius has 62 bits, so the
+tails reach 9.3 standard deviations. [Note: Secure noise] in noise/keyed.py treats the floating-point side channel.
+(`torch.Generator` on the CPU is too weak: its 32-bit seeds can be enumerated.)
 """
 
 from __future__ import annotations
@@ -35,15 +34,15 @@ SECRET_BYTES = 32
 
 
 def new_run_secret() -> bytes:
-    """Return a fresh secret of 32 bytes from the operating system; with it, an attacker can subtract the noise."""
+    """Return 32 fresh bytes from the operating system; whoever has them can subtract the noise."""
     return os.urandom(SECRET_BYTES)
 
 
 def derive_key(secret: bytes, *context: str | int) -> bytes:
     """Return the key of 32 bytes for the purpose `context`: HMAC-SHA-256 under `secret`.
 
-    Parts are encoded with type and length, so the encoding is unique: ("a", "b") differs from ("ab",), 1 from "1".
-    Raises ConfigurationError for a secret of the wrong length.
+    Type and length make the encoding unique: ("a", "b") differs from ("ab",), 1 from "1". Raises ConfigurationError for
+    a secret of the wrong length.
     """
     _require_secret(secret)
     return hmac.digest(secret, b"".join(map(_encode, context)), "sha256")
@@ -68,7 +67,7 @@ def _encode_all(*parts: str | int) -> bytes:
     return b"".join(map(_encode, parts))
 
 
-@functools.lru_cache(maxsize=2**12, typed=True)  # names and purposes repeat every step; no secrets
+@functools.lru_cache(maxsize=2**12, typed=True)  # no secrets
 def _encode(part: str | int) -> bytes:
     kind, text = (b"s", part) if isinstance(part, str) else (b"i", str(int(operator.index(part))))
     data = text.encode()
@@ -76,7 +75,7 @@ def _encode(part: str | int) -> bytes:
 
 
 class RandomSource:
-    """The stream of random numbers under `key` (32 bytes, from `derive_key`); see [Note: Strength].
+    """The stream of random numbers under `key` (32 bytes); see [Note: Strength].
 
     The first k of n values of a fresh source do not depend on n.
     """
@@ -108,7 +107,6 @@ class RandomSource:
                 drawn += size
 
     def _fill(self, buffer: NDArray[np.uint8]) -> NDArray[np.uint8]:
-        """Fill `buffer` with the next bytes of the stream; return it without the padding."""
         n = len(buffer) - _CIPHER_PADDING
         for start in range(0, n, len(_ZEROS)):
             self._stream.update_into(_ZEROS[: n - start], buffer[start:].data)
@@ -119,20 +117,20 @@ def first_bytes(keys: Sequence[bytes], sizes: Iterable[int]) -> list[bytes]:
     """Return the first bytes, at least `sizes` of them, of the stream under each of `keys`; up to 2 MiB."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-    # Bytes of the stream, then the tag. Such an object is made five times as fast as a stream.
+    # Such an object is made five times as fast as a stream; the tag follows.
     return [AESGCM(key).encrypt(_NONCE, _ZEROS[:n], None) for key, n in zip(keys, sizes, strict=True)]
 
 
 UNIT = 2**14
-"""Normals per stretch of the stream; a change would change all draws. Shorter rows make loops slower."""
+"""Normals per stretch of the stream; a change would change all draws."""
 _UNITS = 2**4
-"""Units per call: fewer need more calls, more do not fit the cache."""
+"""Units per call; more do not fit the cache."""
 
 _WORDS: dict[Any, int] = {np.float32: 3, np.float64: 4}
 """32-bit words for a pair of normals."""
 
 _FREE_SCRATCH: list[NDArray[np.uint8]] = []
-"""Free scratch memory: allocation for many small tensors would take longer than drawing."""
+"""Allocating for many small tensors takes longer than drawing."""
 
 
 @contextmanager
@@ -155,4 +153,4 @@ def _scratch(n: int, dtype: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], N
 _NONCE = bytes(12)
 _ZEROS = memoryview(bytes(8 * UNIT * _UNITS))
 _CIPHER_PADDING = 16
-"""Bytes that a block cipher may write beyond its message; it keeps rows aligned."""
+"""Bytes that a block cipher may write beyond its message."""

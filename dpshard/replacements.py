@@ -14,21 +14,16 @@ _GROUPS = 32
 
 
 def replace_unsupported(model: nn.Module) -> dict[str, str]:
-    """Replace, in place, the layers of `model` that mix samples or write data into buffers.
+    """Replace, in place, the layers of `model` that mix samples or write data into buffers; call it before the engine.
 
-    Call it before you create the engine.
+    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of two or more channels; BatchNorm1d, whose
+      input may be [B, C], one group. Eps and parameter objects stay, running statistics go: a trained model needs
+      further training.
+    - InstanceNorm stops tracking running statistics.
+    - Sparse Embedding and EmbeddingBag get dense gradients, because noise reaches every row.
 
-    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of at least two channels.
-      BatchNorm1d becomes one group, because its input may be [B, C]. GroupNorm takes over eps and
-      the parameter objects, so an optimizer keeps them. It drops the running statistics: a trained
-      model needs further training.
-    - InstanceNorm stops tracking running statistics; in training mode its output stays the same.
-    - Embedding and EmbeddingBag with sparse gradients get dense ones, because noise reaches every
-      row.
-
-    Returns the changes by name of the layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}.
-    Raises UnsupportedParameterError for a subclass of BatchNorm, which may do more than normalise. Raises it for a
-    model that is itself a BatchNorm.
+    Returns the changes by layer: {"features.1": "BatchNorm2d -> GroupNorm(32, 64)"}. Raises UnsupportedParameterError
+    for a subclass of BatchNorm, and for a model that is itself one.
     """
     done: dict[str, str] = {}
     new: dict[nn.Module, nn.Module] = {}
