@@ -1,4 +1,4 @@
-"""Checkpointer: a training survives a kill at any moment, and resumes on any number of ranks."""
+"""A training survives a kill at any moment, and resumes on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Stateful(Protocol):
     """An object with a state, such as a learning-rate scheduler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as tensors and plain values."""
+        """Return tensors and plain values."""
         ...
 
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any:
@@ -65,24 +65,21 @@ class _Engine(Protocol):
 class Checkpointer:
     """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
-    torch.distributed.checkpoint writes each rank's shards. So a state saved by 4 ranks of FSDP2 resumes on 2, in
-    DistributedDataParallel, with DeepSpeed, or in one process. Incomplete and damaged checkpoints are skipped. A
-    checkpoint holds the run secret, so only its owner can read the folder: protect it like the data. The folder also
-    has a journal of all releases, so a resumed run counts those that a crash forgets.
-
-    All ranks make a Checkpointer, and call its methods together.
+    A state saved by 4 ranks of FSDP2 resumes on 2, under DDP, with DeepSpeed, or in one process. Incomplete and damaged
+    checkpoints are skipped. A checkpoint holds the run secret: protect it like the data. A journal in the folder lets a
+    resumed run count the releases that a crash forgets. All ranks make a Checkpointer, and call its methods together.
 
     Args:
         folder: Folder of the checkpoints, on a disk that all ranks share; created if missing.
-        engine: The engine of the training; its model is saved with it.
+        engine: The engine; its model is saved with it.
         optimizer: The optimizer that the engine privatizes; with DeepSpeed, the result of deepspeed.initialize().
         keep: Number of checkpoints to keep, the newest ones.
-        others: Other objects with a state, by name: `scheduler=scheduler`. Their states are the same on all ranks, or
-            sharded in DTensors.
+        others: Other objects with a state, by name: `scheduler=scheduler`. States are equal on all ranks, or sharded in
+            DTensors.
 
     Raises:
-        ConfigurationError: if `keep` is below 1, a named object has no state, or DeepSpeed steps with another
-            optimizer or offloads a part of it.
+        ConfigurationError: if `keep` is below 1, an object has no state, or DeepSpeed steps with another optimizer or
+            offloads a part of it.
     """
 
     def __init__(
@@ -105,8 +102,8 @@ class Checkpointer:
     def save(self, *, wait: bool = True) -> Path:
         """Save the state between two steps; return the path of the (future) checkpoint.
 
-        With `wait=False`, copy now and write while the training continues; the next call raises an error of this one.
-        Raises CheckpointError if it cannot be written.
+        With `wait=False`, copy now and write while the training continues; the next call raises its errors. Raises
+        CheckpointError if it cannot be written.
         """
         self.wait()
         step, noted = self._engine.step, self._journal.mark()
@@ -131,12 +128,12 @@ class Checkpointer:
             pending.result()
 
     def load(self, *, released: int | None = None) -> bool:
-        """Go back to the newest sound checkpoint, with a warning about damaged ones; return False without one.
+        """Go back to the newest sound checkpoint; return False without one.
 
-        The journal counts the releases of later steps. Repeating a step with the same sums costs nothing more, but
-        other sums are charged. Without the journal, pass `released`, the total number of released steps. Raises
-        CheckpointError, before anything changes, if all checkpoints are damaged. Raises it, too, if the newest sound
-        one belongs to another mechanism, model or optimizer. Raises LogicalBatchError in the middle of a logical batch.
+        Releases of later steps are counted from the journal, else pass `released`, the total number of released steps.
+        Repeating a step with the same sums costs nothing more. Raises CheckpointError, before anything changes, if all
+        checkpoints are damaged, or the newest sound one is of another mechanism, model or optimizer. Raises
+        LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()
@@ -158,8 +155,6 @@ class Checkpointer:
         return True
 
     def _releases_since(self, step: int) -> list[Release] | None:
-        """Return the releases since a checkpoint; None, with a warning, if they are unknown."""
-
         def read() -> list[Release] | None:
             manifest = self._folder.manifest(step)
             return self._journal.since(Mark(manifest["releases"], manifest.get("newest_release", "")))
@@ -231,7 +226,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Return a state with tensors unchanged (they may be sharded); pack others (their keys may have any type)."""
+    """Pack a state without tensors, whose keys may have any type."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

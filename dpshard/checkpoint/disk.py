@@ -1,4 +1,4 @@
-"""Flushes folders, and explains failed writes: a full disk, or a missing permission."""
+"""Flushes folders, and explains failed writes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def flush(folder: Path) -> None:
 
 
 def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Return `work` with an OSError as a CheckpointError; `place` is meant if the error names no path."""
+    """Return `work` with an OSError as a CheckpointError, at `place` if it names no path."""
 
     def run() -> T:
         try:
@@ -39,7 +39,7 @@ def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
 
 
 def why(error: BaseException, path: Path) -> str:
-    """Return the reason of `error` at `path`; for a full disk, with its free bytes."""
+    """Return the reason of `error` at `path`."""
     # torch's writer ignores the OSError, counts bytes, and raises this RuntimeError.
     cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
     if not cut_short and getattr(error, "errno", None) not in _FULL:

@@ -12,14 +12,13 @@ from dpshard.errors import CheckpointError
 
 FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
-"""Kind of secure noise; with another kind, repeated steps would have other noise."""
+"""With another kind of secure noise, repeated steps would have other noise."""
 
 
 class Unpacked(NamedTuple):
-    """The content of a state without its mechanism."""
+    """A state without its mechanism."""
 
     secret: bytes
-    """Run secret."""
     account: dict[str, Any]
     """Ledger and history, see Budget."""
     facts: dict[str, Any]
@@ -42,7 +41,7 @@ def pack(
     noise: list[str] | None = None,
     order: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `Unpacked` and the mechanism as plain JSON, with the secret in hex and a digest over everything."""
+    """Return `Unpacked` and the mechanism as plain JSON with a digest."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     if thresholds is not None:
         state["thresholds"] = thresholds
@@ -54,7 +53,7 @@ def pack(
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
-    """Return the content of a state; CheckpointError if it is damaged or of another mechanism."""
+    """Return the content of a state; CheckpointError if damaged or of another mechanism."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:

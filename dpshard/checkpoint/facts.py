@@ -1,14 +1,13 @@
 """Facts that affect the bits of a repeated step's sums; not part of the mechanism.
 
 [Note: Facts of a run]
-Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums; other data change the
-sums. Loading a state under other facts warns that steps may count twice; only the digest of the sums decides. Data are
-identified by their length, which is part of the mechanism. Tensors in memory also get a keyed digest of a few rows. It
-reveals another data set, but not one changed row. Of a Subset, the chosen indices count, too. Other data sets are not
-read: reading could open files before workers start, or draw random numbers.
+Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums. Loading a state under
+other facts warns that steps may count twice; only the digest of the sums decides. Tensors in memory get a keyed digest
+of a few rows, and a Subset of its indices. It reveals another data set, not one changed row. Other data sets are not
+read: that could open files before workers start, or draw random numbers.
 
-Poisson sampling draws every sample alike, so the order of the rows does not matter between steps. Under other sampling
-it decides when a sample comes again. So other rows are refused there, once a step was released.
+Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
+release.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
 
 ROWS = 64
-"""Most rows in the digest of the data."""
 
 
 class Facts:
@@ -36,7 +34,7 @@ class Facts:
 
     def __init__(self, backend: Backend, clipping_mode: str, sampling: SamplingName = "poisson") -> None:
         self._backend, self._clipping_mode, self._sampling = backend, clipping_mode, sampling
-        self._data: tuple[bytes, str] | None = None  # run secret, and digest of the data that were sampled
+        self._data: tuple[bytes, str] | None = None  # run secret, digest of the sampled data
         self._of_batches: dict[str, Any] = {}
         self._saved: dict[str, Any] = {}
 
@@ -55,7 +53,7 @@ class Facts:
         }
 
     def load_state_dict(self, saved: dict[str, Any], step: int, *, before: int = 0) -> None:
-        """Store the facts of a loaded state; warn if they differ, and if the engine was later in the run `before`."""
+        """Store the facts of a loaded state; warn if they differ, or if the engine was later in the run `before`."""
         if step < before:
             warnings.warn(
                 f"This engine was at step {before} of the run, and the state is of step {step}: releases of later "
@@ -67,7 +65,7 @@ class Facts:
         self._compare(step)
 
     def forget(self) -> None:
-        """Forget the loaded facts: the releases of the newly loaded state are known."""
+        """Forget the loaded facts: releases since are known."""
         self._saved = {}
 
     def know_data(self, saved: dict[str, Any], secret: bytes) -> None:
@@ -81,8 +79,7 @@ class Facts:
     ) -> None:
         """Set the facts of the batches; warn if they differ from the loaded state.
 
-        Raises DataError for other rows than those of earlier steps, where their order matters; `released`: there are
-        such steps.
+        Raises DataError for other rows after a release, where their order matters.
         """
         data = of_rows(dataset, secret)
         if data is not None:

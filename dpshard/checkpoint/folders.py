@@ -1,9 +1,8 @@
 """Checkpoints on disk, with a digest of every file.
 
 [Note: Complete or not there] A checkpoint is written into `.step-N.partial`. After every rank has flushed its files,
-rank 0 adds `manifest.json`: the size and SHA-256 of each file. Then it renames the folder to `step-N`, which is atomic.
-Partial folders are never read, and the next save removes them. Removal renames a folder back to partial first. The
-digests reveal later damage.
+rank 0 adds `manifest.json` with their sizes and SHA-256, and renames the folder to `step-N`, which is atomic. Removal
+renames it back first. Partial folders are never read, and the next save removes them.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ FORMAT = 2
 MANIFEST = "manifest.json"
 
 Digests = dict[str, tuple[int, str]]
-"""Size in bytes, and SHA-256 in hex, of each file by name."""
+"""Size in bytes, and SHA-256 in hex, by name."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ class CheckpointFolder:
         return sorted((int(match[1]) for match in found if match), reverse=True)
 
     def of(self, step: int) -> Path:
-        """Return the path of a step's complete checkpoint."""
+        """Return the path of a step's checkpoint."""
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
@@ -70,13 +69,13 @@ class CheckpointFolder:
         else:
             partial.rename(place)
         flush(self.path)
-        # Later checkpoints must be damaged, else the run would have resumed there; they must not displace sound ones.
+        # Later checkpoints are damaged, else the run would have resumed there; they must not displace sound ones.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
             shutil.rmtree(self._partial(old))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a complete checkpoint; CheckpointError if it is damaged."""
+        """Return the manifest of a complete checkpoint; CheckpointError if damaged."""
         path = self.of(step) / MANIFEST
         try:
             manifest = json.loads(path.read_text("utf-8"))
@@ -96,7 +95,7 @@ class CheckpointFolder:
         return manifest
 
     def require_intact(self, step: int, files: Iterable[tuple[str, tuple[int, str]]]) -> None:
-        """Raise CheckpointError unless the files have their recorded sizes and digests."""
+        """Raise CheckpointError unless the files have their sizes and digests."""
         for name, noted in files:
             path = self.of(step) / name
             if digest(path) != tuple(noted):

@@ -1,10 +1,9 @@
 """The journal of a run: every release, written before it is used.
 
 [Note: What a crash forgets]
-A crash forgets the releases after the last checkpoint, which may have been seen. So the journal has step and identity
-of each release before its noise is added ([Note: What a step that is taken again costs]). They are on the disk before
-the release is handed out. A resumed run counts all entries after its checkpoint, even if a release was never handed
-out. Repeating one costs nothing more. The release of a truncated entry was not handed out.
+A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
+([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts all
+entries after its checkpoint; repeating one costs nothing more. The release of a truncated entry was not handed out.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ class Mark(NamedTuple):
     """A place in a journal."""
 
     entries: int
-    """Number of entries before it."""
+    """Entries before it."""
     newest: str
-    """The last of them, in hexadecimal; "" without one, or if it is unknown, as in older checkpoints."""
+    """The last of them, in hexadecimal; "" without one, or in older checkpoints."""
 
     def after(self, step: int, identity: bytes) -> Mark:
         """Return the mark behind one more release."""
@@ -46,11 +45,10 @@ class Journal:
         self._thread = ThreadPoolExecutor(1, "dpshard-journal")
 
     def __len__(self) -> int:
-        """Return the number of complete entries."""
         return self.path.stat().st_size // _LENGTH if self.path.exists() else 0
 
     def mark(self) -> Mark:
-        """Return the present end of the journal."""
+        """Return the end of the journal."""
         entries = len(self)
         if not entries:
             return Mark(0, "")
@@ -73,7 +71,7 @@ class Journal:
         if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _digest(x[: _ENTRY.size]) for x in entries):
             return None
         if mark.newest and content[(start - 1) * _LENGTH : start * _LENGTH].hex() != mark.newest:
-            return None  # the journal of another run
+            return None  # another run's journal
         return [_ENTRY.unpack(entry[: _ENTRY.size]) for entry in entries]
 
     def _open(self) -> int:

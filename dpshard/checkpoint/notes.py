@@ -1,4 +1,4 @@
-"""Notes of releases from all ranks: one rank writes them, and all wait for the disk."""
+"""Notes of releases: one rank writes them, and all wait for the disk."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dpshard.checkpoint.journal import Journal
 class ReleaseNotes:
     """Writes releases to a journal; all ranks make it together.
 
-    Without a wait, other ranks than the first could use a release that a crash of the first then forgets.
+    Without a wait, other ranks could use a release that a crash of the first then forgets.
     """
 
     def __init__(self, journal: Journal) -> None:
@@ -20,9 +20,9 @@ class ReleaseNotes:
         self._ranks = Ranks()  # of its own, since a thread may save by others
 
     def note(self, step: int, identity: bytes) -> Callable[[], object]:
-        """Note a release on the first rank; return a function of all ranks that waits until it is on the disk.
+        """Note a release on the first rank; return a function of all ranks that waits for the disk.
 
-        Both raise CheckpointError if it cannot be written; the function does on all ranks.
+        Both raise CheckpointError if it cannot be written, the function on all ranks.
         """
         if not self._ranks.first:
             return lambda: self._ranks.on_first(lambda: None)

@@ -2,14 +2,13 @@
 
 [Note: What private scores cost]
 A score is the number of right answers on M validation samples plus Gaussian noise, over M. One sample moves the number
-by at most 1, whatever weights answer. K scores, each with noise of standard deviation sqrt(K) sigma, compose exactly to
-one Gaussian release of sigma. Later weights may depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3.
-A training sample is in no score, and a validation sample in no sum. So what is chosen by scores costs a training sample
-what the run costs. It costs a validation sample what the scores cost. A person with samples in both pays both: then
-`earlier` is a part of the run.
+by at most 1. K scores, each with noise of standard deviation sqrt(K) sigma, compose exactly to one Gaussian release of
+sigma, also if later weights depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. What is chosen by
+scores costs a training sample what the run costs, and a validation sample what the scores cost. A person with samples
+in both pays both: then `earlier` is a part of the run.
 
-Two scores of one step would be two releases, and their mean has less noise. So the file decides. A score is drawn under
-a lock on the file, after a look at what others have written. Ranks need not share a disk, so only rank 0 draws.
+Two scores of one step would be two releases, and their mean has less noise. So a score is drawn under a lock on the
+file, after a look at what it holds. Ranks need not share a disk, so only rank 0 draws.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from dpshard.randomness import RandomSource, new_run_secret
 class PrivateScores:
     """Noisy shares of right answers on private validation samples, within a budget of their own.
 
-    One validation sample is protected: it is one person's, and in no training batch. `statement()` says how. If persons
-    have samples in both, give `PrivacyEngine(earlier=scores.earlier(N))`, whose epsilon then covers both.
+    The protected validation sample is in no training batch. If persons have samples in both, give
+    `PrivacyEngine(earlier=scores.earlier(N))`, whose epsilon then covers both.
 
     Args:
         path: File of the scores; a resumed run finds them there, because to draw them again would cost again.
@@ -50,7 +49,7 @@ class PrivateScores:
 
     Raises:
         ConfigurationError: for numbers out of range.
-        CheckpointError: for a file of other settings, or a damaged one.
+        CheckpointError: for a damaged file, or one of other settings.
     """
 
     def __init__(
@@ -62,7 +61,6 @@ class PrivateScores:
         require_positive("target_epsilon", target_epsilon)
         require_delta(target_delta, samples)
         self._release = calibrate_release(samples, target_epsilon=target_epsilon, target_delta=target_delta)
-        """What all scores together cost, as one release about the validation samples."""
         self._path, self._samples, self._count, self._delta = Path(path), samples, count, target_delta
         self._settings = {"samples": samples, "count": count, "noise": self.noise}
         self._scores: dict[int, float] = {}
@@ -71,23 +69,22 @@ class PrivateScores:
 
     @property
     def noise(self) -> float:
-        """Standard deviation of the noise of one score, in right answers."""
+        """Standard deviation of a score's noise, in right answers."""
         return math.sqrt(self._count) * self._release.noise_multiplier
 
     @property
     def best(self) -> int | None:
-        """The step of the best score; None without scores."""
+        """Step of the best score; None without scores."""
         return max(self._scores, key=self._scores.__getitem__, default=None)
 
     def earlier(self, sample_size: int) -> Counts:
-        """Return what all scores cost a person who has one of the `sample_size` training samples, too."""
+        """Return what all scores cost a person who also has one of the `sample_size` training samples."""
         return ((replace(self._release, sample_size=sample_size), 1),)
 
     def score(self, step: int, right: int) -> float:
         """Return the noisy share of right answers at `step`, `right` of M; the same at every call for one step.
 
-        Call it on one rank, rank 0. Raises BudgetExceededError for more steps than `count`, and ConfigurationError on
-        other ranks.
+        Raises BudgetExceededError for more steps than `count`, ConfigurationError on other ranks than rank 0.
         """
         if dist.is_available() and dist.is_initialized() and dist.get_rank() > 0:
             raise ConfigurationError(
@@ -129,7 +126,6 @@ class PrivateScores:
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
-        """Hold the file, opened and locked."""
         try:
             file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:

@@ -1,7 +1,7 @@
 """Reads and writes by torch.distributed.checkpoint, without executing code from a file.
 
-torch.distributed.checkpoint pickles all values except tensors, and its table of contents. Unpickling can run code, so
-unpicklers that allow only plain values read these first.
+It pickles its table of contents and all values except tensors. Unpicklers that allow only plain values read these
+first.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 def pack(value: Any) -> bytes:
-    """Return plain values and ordinary tensors as bytes; CheckpointError for values unsafe to read back."""
+    """Return plain values and ordinary tensors as bytes; CheckpointError for others."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream.getvalue())
@@ -60,7 +60,7 @@ def write(state: State, folder: Path, ranks: Ranks) -> None:
 def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
     """Copy `state` now, and write it in a thread."""
     _know_that_one_process_suffices(ranks)
-    # Not with a custom writer: its stager would alias tensors on the CPU.
+    # A custom writer's stager would alias tensors on the CPU.
     future = dcp.async_save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
     assert isinstance(future, Future)
     return future
@@ -79,10 +79,10 @@ def contents(folder: Path) -> Mapping[str, Any]:
 
 
 def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
-    """Read the values named in `state`: tensors in place, other values replaced.
+    """Read the values named in `state`: tensors in place, others replaced.
 
-    Raises CheckpointError, before a tensor changes, if a name is missing or a shape differs. Unless `partly`, further
-    names in the checkpoint are an error, too.
+    Raises CheckpointError, before a tensor changes, if a name is missing or, unless `partly`, left over, or a shape
+    differs.
     """
     _know_that_one_process_suffices(ranks)
     with _explained(folder, "read"):
@@ -133,7 +133,6 @@ class _Planner(DefaultLoadPlanner):
         self.partly = partly
 
     def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        """Read a value that is not a tensor."""
         unpack(value.getvalue())
         super().load_bytes(read_item, value)
 
@@ -159,7 +158,7 @@ class _Planner(DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=list(self.state_dict))
 
     def create_global_plan(self, global_plan: Any) -> Any:
-        """Compare the saved names with those of all ranks: a stage of a pipeline reads its own ones."""
+        """Compare the saved names with those of all ranks."""
         assert self.metadata is not None
         read = {name for plan in global_plan for name in plan.planner_data}
         more = [] if self.partly else sorted(self.metadata.state_dict_metadata.keys() - read)
@@ -192,5 +191,5 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
 
 
 def _know_that_one_process_suffices(ranks: Ranks) -> None:
-    if ranks.alone:  # no `with` block: filters are global, and a thread may be writing
+    if ranks.alone:  # filters are global, and a thread may be writing
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

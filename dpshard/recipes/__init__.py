@@ -1,7 +1,6 @@
-"""Schedules, optimizers and presets for private training, as plain torch objects and numbers.
+"""Schedules, optimizers and presets for private training; nothing here affects privacy.
 
-Nothing here affects privacy: an optimizer may post-process released gradients in any way. May import `config` and
-`errors`. Begin with `schedules.py`.
+May import `config` and `errors`. Begin with `schedules.py`.
 """
 
 from dpshard.recipes.adam_bc import AdamBC

@@ -1,4 +1,4 @@
-"""Checks of settings and evaluation of closures for the Adams of this package."""
+"""Common parts of this package's Adams."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_adam_settings(betas: tuple[float, float], weight_decay: float) -> No
 
 
 def evaluated(closure: Callable[[], Any] | None) -> Any:
-    """Return the loss of `closure`, evaluated with gradients enabled; None without a closure."""
+    """Return the loss of `closure`, with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():

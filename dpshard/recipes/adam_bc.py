@@ -1,10 +1,8 @@
 """Adam with the noise removed from its second moment.
 
 [Note: What noise does to Adam]
-Adam divides the mean m of gradients by the root of the mean v of their squares. A private gradient
-is g + z with z ~ N(0, s^2), so v is about E[g^2] + s^2. If the noise exceeds the signal, Adam
-divides all elements by about s, and becomes SGD with momentum. AdamBC subtracts s^2, which is
-public.
+A private gradient is g + z with z ~ N(0, s^2), so Adam's second moment v is about E[g^2] + s^2. If the noise exceeds
+the signal, Adam divides all elements by about s, as SGD with momentum would. AdamBC subtracts s^2, which is public.
 """
 
 from __future__ import annotations
@@ -25,12 +23,10 @@ from dpshard.recipes.adam import evaluated, require_adam_settings
 class AdamBC(Optimizer):
     """DP-AdamBC, Tang et al. 2023, arXiv:2312.14334, Alg. 1, with decoupled weight decay.
 
-    m and v are as in Adam. n <- beta2 n + (1 - beta2) s^2, where s is the noise of this step's gradient. p <- (1 - lr
-    decay) p - lr m' / sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t.
-
-    A constant batch size gives n' = s^2, as in the paper; otherwise n' weights each step as v'
-    does. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. `floor` is needed
-    because v' - n' is noisy and may be negative; only it needs tuning.
+    n <- beta2 n + (1 - beta2) s^2, with the noise s of this step's gradient. p <- (1 - lr decay) p - lr m' /
+    sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t, and m, v are as in Adam. At a constant batch size n' =
+    s^2, as in the paper. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. Tune `floor`, because v'
+    - n' may be negative.
     """
 
     def __init__(
@@ -56,7 +52,7 @@ class AdamBC(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; evaluate `closure` once, if given, as torch's Adam does."""
+        """Take one step; evaluate `closure` once, if given."""
         loss = evaluated(closure)
         noise_std = float(self._noise_std())
         if not 0 <= noise_std < math.inf:
@@ -69,7 +65,7 @@ class AdamBC(Optimizer):
 
     def _move(self, parameter: nn.Parameter, group: dict[str, Any], noise_sq: float) -> None:
         state, gradient, (beta1, beta2) = self.state[parameter], parameter.grad, group["betas"]
-        assert gradient is not None  # see step
+        assert gradient is not None
         if not state:
             # torch loads all state except "step" in the parameter's dtype.
             state["step"], state["noise_sq"] = torch.zeros(()), torch.zeros((), dtype=parameter.dtype)

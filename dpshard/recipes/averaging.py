@@ -1,4 +1,4 @@
-"""The exponential average of weights: steadier than the last weights, which the noise of the last steps moves."""
+"""The exponential average of weights, steadier than the last weights."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from dpshard.errors import CheckpointError, ConfigurationError
 class WeightAverage:
     """The exponential average of a model's trainable parameters, to score and to publish.
 
-    It is computed of released weights, so it costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)),
-    so a short run soon forgets its first weights. See De et al. 2022, arXiv:2204.13650, Sec. 3.2. Averages of
-    half-precision weights are float32.
+    It costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)); see De et al. 2022, arXiv:2204.13650,
+    Sec. 3.2. Averages of half-precision weights are float32.
 
     Args:
         model: The model; under FSDP2, after `fully_shard`: each rank averages its own shards.
@@ -42,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the current weights to the average; call it after every step of the optimizer."""
+        """Add the current weights; call it after every step of the optimizer."""
         decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
         for name, p in self._parameters.items():
             self._average[name].lerp_(_wide(p), 1 - decay)
@@ -50,7 +49,7 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Use the averaged weights within the block, then restore the model's own."""
+        """Use the averaged weights within the block."""
         own = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._set(self._average)
         try:
@@ -68,7 +67,7 @@ class WeightAverage:
         return {"average": dict(self._average), "updates": self._updates}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go to a `state_dict()`. Raises CheckpointError for the parameters of another model."""
+        """Go to a `state_dict()`. Raises CheckpointError for another model's."""
         average = state.get("average", {})
         if {name: x.shape for name, x in average.items()} != {name: x.shape for name, x in self._average.items()}:
             raise CheckpointError(
@@ -81,5 +80,5 @@ class WeightAverage:
 
 
 def _wide(p: Tensor) -> Tensor:
-    """Return the values of `p`, in float32 if it has fewer bits: those cannot hold a small change."""
+    """Return `p` in float32 if it has fewer bits, which cannot hold a small change."""
     return p.detach().to(torch.promote_types(p.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Pre-training from scratch with the settings of DP-BERT and of VaultGemma.
+"""Pre-training from scratch with published settings.
 
 DP-BERT: Anil et al. 2021, arXiv:2108.01624, Table 1 and Sec. 5. VaultGemma: Sinha et al. 2025, arXiv:2510.15001.
 """
@@ -21,37 +21,34 @@ from dpshard.recipes.schedules import stepped_batches, warmup_quadratic_decay
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PretrainingRecipe:
-    """Settings of a pre-training run, by default those of DP-BERT.
+    """Settings of a pre-training run, by default those of DP-BERT; change them with `dataclasses.replace`.
 
-    Change them with `dataclasses.replace`. LayerNorm makes the output independent of the scale of
-    weights before it. Noise makes these weights grow, and then their gradients shrink. The large
-    weight decay prevents this; as in Algorithm 1 of the paper, it applies to all parameters.
+    Noise makes the weights before a LayerNorm grow, which shrinks their gradients. The large weight decay prevents
+    this.
     """
 
     steps: int = 20_000
-    """Length of the run in optimizer steps."""
+    """Optimizer steps of the run."""
     warmup_steps: int = 7_500
-    """Steps of linear warm-up; afterwards the learning rate falls quadratically to 0."""
+    """Steps of linear warm-up; then the learning rate falls quadratically to 0."""
     first_batch: int = 262_144
     """Expected logical batch of the first level, in samples."""
     last_batch: int = 1_048_576
     """Expected logical batch from the last level on."""
     levels: int = 5
-    """Number of equally spaced batch sizes. Five are 196,608 samples apart, and draw 14.1% fewer
-    samples than the last size at every step."""
+    """Number of equally spaced batch sizes. Five draw 14.1% fewer samples than the last size at every step."""
     ramp_steps: int = 7_500
     """Steps of all levels together."""
     learning_rate: float = 6.0902e-4
-    """Learning rate at the end of warm-up."""
+    """At the end of warm-up."""
     betas: tuple[float, float] = (0.75, 0.9)
     """Decay of Adam's first and second moment per step."""
     eps: float = 1e-11
-    """Xi, added to the root of the second moment. Clipped gradients are thousandths, so 1e-8 is
-    large."""
+    """Added to the root of the second moment; clipped gradients are thousandths, so 1e-8 is large."""
     weight_decay: float = 1.0
-    """Lambda: each step multiplies weights by 1 - learning rate * lambda (decoupled)."""
+    """Each step multiplies weights by 1 - learning rate * lambda (decoupled)."""
     max_grad_norm: float = 3.2429e-3
-    """Clipping norm C. Nearly every gradient exceeds it, so clipping keeps only the direction."""
+    """Clipping norm C. Nearly every gradient exceeds it."""
 
     def engine_settings(self) -> dict[str, Any]:
         """Return batch schedule, clipping norm and clipping function for `PrivacyEngine`."""
@@ -74,13 +71,13 @@ class PretrainingRecipe:
         return AdamW(parameters, eps=self.eps, **settings)
 
     def lr_scheduler(self, optimizer: Optimizer) -> LambdaLR:
-        """Return the schedule of linear warm-up and quadratic decay."""
+        """Return the schedule of the learning rate."""
         return warmup_quadratic_decay(optimizer, warmup_steps=self.warmup_steps, steps=self.steps)
 
     def scaled(self, *, steps: int, last_batch: int) -> PretrainingRecipe:
         """Return the same recipe in `steps` steps, with batches up to `last_batch` samples.
 
-        Raises ConfigurationError if the run is too short for the levels of the schedule.
+        Raises ConfigurationError if the run is too short for the levels.
         """
         if not (is_count(steps) and is_count(last_batch)):
             raise ConfigurationError(f"steps={steps!r}, last_batch={last_batch!r}: both are positive ints.")
@@ -108,12 +105,11 @@ DP_BERT = PretrainingRecipe()
 class SequenceRecipe:
     """Privacy settings of a language model's pre-training, by default those of VaultGemma.
 
-    The unit of privacy is a sequence of tokens, after documents were cut and packed. A document that fills k sequences
-    is protected k times less. Learning rates are not published.
+    The unit of privacy is a sequence of tokens: a document that fills k sequences is protected k times less.
     """
 
     steps: int = 100_000
-    """Length of the run in optimizer steps."""
+    """Optimizer steps of the run."""
     batch_size: int = 517_989
     """Expected logical batch, in sequences."""
     noise_multiplier: float = 0.614
@@ -121,14 +117,13 @@ class SequenceRecipe:
     sequence_length: int = 1_024
     """Tokens of a sequence."""
     sample_size: int = 9_090_909_090
-    """Sequences of the data set: 1 / delta. The number is not published."""
+    """Sequences of the data set: 1 / delta, because the number is not published."""
     target_delta: float = 1.1e-10
-    """Delta of the guarantee."""
 
     def engine_settings(self, *, truncated: bool = False) -> dict[str, Any]:
         """Return batch, steps, noise and delta for `PrivacyEngine`, with the data set's size.
 
-        `truncated`: cap the logical batch, as VaultGemma did, and account for it (neighbours replace a sequence).
+        `truncated`: cap the logical batch, as VaultGemma did (neighbours replace a sequence).
         """
         names = ("batch_size", "steps", "noise_multiplier", "sample_size", "target_delta")
         settings: dict[str, Any] = {name: getattr(self, name) for name in names}
@@ -143,4 +138,4 @@ class SequenceRecipe:
 
 
 VAULT_GEMMA = SequenceRecipe()
-"""Pre-training of VaultGemma 1B: sigma 0.614, truncated Poisson samples of 517,989 sequences, 100,000 steps."""
+"""Pre-training of VaultGemma 1B."""

@@ -1,13 +1,11 @@
 """Adam that scales gradients before clipping and noise: scale-then-privatise.
 
 [Note: Scaled parameters]
-All elements of a gradient get the same noise. Adam divides by the root of the second moment, which
-amplifies the noise of small elements. Scaling gradients by this factor s first moves clipping and
-noise into the geometry of Adam's steps. A weight is w = s u, and training changes u. The gradient
-of u is exactly s times that of w, and the engine supports derived tensors. The optimizer divides
-the private gradient by s, steps on w, and writes w = s' u' with the next scale. Scales depend only
-on private gradients, so epsilon stays the same. After Ganesh, McMahan & Thakurta 2025,
-arXiv:2507.01129.
+Adam divides by the root of the second moment, which amplifies the noise of small elements. Scaling gradients by this
+factor s first moves clipping and noise into the geometry of Adam's steps. A weight is w = s u, and training changes u,
+whose gradient is exactly s times that of w. The optimizer divides the private gradient by s, steps on w, and writes w =
+s' u' with the next scale. Scales depend only on private gradients, so epsilon stays the same. After Ganesh, McMahan &
+Thakurta 2025, arXiv:2507.01129.
 """
 
 from __future__ import annotations
@@ -36,17 +34,15 @@ class _Scaled(nn.Module):
         self.register_buffer("scale", torch.ones_like(weight))
 
     def forward(self, u: Tensor) -> Tensor:
-        """Return the weight w."""
+        """Return w."""
         return u * self.scale
 
 
 def scale_parameters(model: nn.Module) -> None:
-    """Write every trainable parameter of `model` as w = s u, with s = 1; the output stays the same.
+    """Write every trainable parameter of `model` as w = s u, with s = 1; call it before the engine and `ScaledAdam`.
 
-    Call it before you create the engine and `ScaledAdam`. Parameters get names such as
-    "0.parametrizations.weight.original". Norms of scaled weights need per-sample gradients: memory
-    for one copy of the largest weight per row of the micro-batch. Raises ConfigurationError for
-    sharded or shared parameters, and for a scaled model.
+    Names become "0.parametrizations.weight.original". Norms need memory for one copy of the largest weight per row of
+    the micro-batch. Raises ConfigurationError for sharded or shared parameters, and for a scaled model.
     """
     if any(isinstance(module, _Scaled) for module in model.modules()):
         raise ConfigurationError("The parameters of this model are scaled already: call scale_parameters once.")
@@ -76,8 +72,8 @@ def unscale_parameters(model: nn.Module) -> None:
 class ScaledAdam(Optimizer):
     """AdamW on the weights of a model after `scale_parameters`.
 
-    After each step s <- 1 / (sqrt(v') + floor). It is normalized to root mean square 1 over the model, so
-    `max_grad_norm` keeps its meaning. v' is Adam's second moment; `floor` bounds the ratio of scales.
+    After each step s <- 1 / (sqrt(v') + floor), normalized to root mean square 1 over the model: `max_grad_norm` keeps
+    its meaning. v' is Adam's second moment; `floor` bounds the ratio of scales.
     """
 
     def __init__(
@@ -106,7 +102,7 @@ class ScaledAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step; evaluate `closure` once, if given, as torch's Adam does."""
+        """Take one step; evaluate `closure` once, if given."""
         loss = evaluated(closure)
         weights: dict[Tensor, Tensor] = {}
         fresh: dict[Tensor, Tensor] = {}
@@ -130,7 +126,7 @@ class ScaledAdam(Optimizer):
             state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(u), torch.zeros_like(u)
         state["step"] += 1
         steps, scale = float(state["step"]), self._scales[u]
-        assert u.grad is not None  # see step
+        assert u.grad is not None
         gradient = u.grad / scale
         mean: Tensor = state["exp_avg"].lerp_(gradient, 1 - beta1)
         mean_sq: Tensor = state["exp_avg_sq"].mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)

@@ -12,9 +12,9 @@ from dpshard.errors import ConfigurationError
 def stepped_batches(first: int, last: int, *, levels: int, ramp_steps: int, steps: int) -> list[tuple[int, int]]:
     """Return phases [(expected batch size, steps), ...] for `PrivacyEngine(batch_size=)`.
 
-    `levels` equally spaced sizes from `first` to `last` share the first `ramp_steps` steps equally, to rounding. Then
-    `last` holds up to `steps`. Gradients shrink during training, and larger batches keep them above the noise: Anil et
-    al. 2021, arXiv:2108.01624, Sec. 5.2.2. Raises ConfigurationError for impossible sizes.
+    `levels` equally spaced sizes from `first` to `last` share the first `ramp_steps` steps, to rounding. Then `last`
+    holds up to `steps`. Larger batches keep shrinking gradients above the noise: Anil et al. 2021, arXiv:2108.01624,
+    Sec. 5.2.2. Raises ConfigurationError for impossible sizes.
     """
     if not all(map(is_count, (first, last, levels, ramp_steps, steps))) or not (levels <= ramp_steps <= steps):
         raise ConfigurationError(
@@ -29,8 +29,8 @@ def stepped_batches(first: int, last: int, *, levels: int, ramp_steps: int, step
 def warmup_quadratic_decay(optimizer: Optimizer, *, warmup_steps: int, steps: int) -> LambdaLR:
     """Return a schedule with factor (t + 1) / W in W warm-up steps, then ((T - t) / (T - W))^2.
 
-    t is the step from 0, T = `steps`; past the end the factor is 0. Call `.step()` after each
-    optimizer step. Raises ConfigurationError unless 0 <= W < T.
+    t is the step from 0, T = `steps`; past the end the factor is 0. Call `.step()` after each optimizer step. Raises
+    ConfigurationError unless 0 <= W < T.
     """
     if not (is_count(steps) and isinstance(warmup_steps, int) and 0 <= warmup_steps < steps):
         raise ConfigurationError(
