@@ -1,6 +1,6 @@
 """fastDP's interface: the constructor, and `attach(optimizer)` (docs/coming-from-fastdp.md).
 
-It cannot check how a DataLoader draws batches. Iterate over `privacy_engine.batches(dataset, micro_batch_size)`.
+It cannot check how a DataLoader draws batches: iterate over `privacy_engine.batches(dataset, micro_batch_size)`.
 """
 
 from __future__ import annotations
@@ -33,14 +33,13 @@ class PrivacyEngine(core.PrivacyEngine):
         epochs, num_steps: Length of the run, by one of them.
         noise_multiplier: Noise standard deviation over the sensitivity; overrides `target_epsilon`.
         target_epsilon: Budget of the run.
-        target_delta: 1 / (2 sample_size) if not given, as in fastDP; a smaller one is better.
+        target_delta: By default 1 / (2 sample_size), as in fastDP; a smaller one is better.
         clipping_fn: "automatic", "Abadi", or "global".
-        clipping_mode: "MixOpt", "MixGhostClip", or "ghost"; affects only time and memory.
-        clipping_style: "all-layer", "layer-wise", "param-wise", or names of the first layer of each block.
+        clipping_mode: "MixOpt", "MixGhostClip", or "ghost"; only time and memory.
+        clipping_style: "all-layer", "layer-wise", "param-wise", or the first layer of each block.
         accounting_mode: "rdp", or "glw", which is dpshard's "pld".
         loss_reduction: "mean" or "sum" over the rows of the micro-batch.
-        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect. One pass suffices, and the noise is right
-            on any number of ranks under any seed. `metrics()` has the gradient-SNR.
+        origin_params, num_GPUs, torch_seed_is_fixed, record_snr: No effect; `metrics()` has the gradient-SNR.
 
     Raises ConfigurationError for settings out of range, TypeError for unknown ones.
     """
@@ -95,7 +94,7 @@ class PrivacyEngine(core.PrivacyEngine):
         )
 
     def attach(self, optimizer: Optimizer) -> None:
-        """Add fastDP's methods to `optimizer`; its gradients are private without them.
+        """Add fastDP's methods to `optimizer`, which does not need them.
 
         Raises ConfigurationError if it holds none of the engine's parameters.
         """
@@ -125,10 +124,7 @@ class PrivacyEngine(core.PrivacyEngine):
 
 
 def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
-    """Return the trainable parameters' names in each block, which begins with one of the layers `heads`.
-
-    Raises ConfigurationError for unknown heads, or if parameters precede the first.
-    """
+    """Return the names of trainable parameters per block, which begins with one of the layers `heads`."""
     known = {name for name, _ in module.named_modules()}
     if unknown := sorted(set(heads) - known):
         raise ConfigurationError(f"clipping_style names {', '.join(unknown)}, but the model has no such layer.")

@@ -1,9 +1,9 @@
 """Lightning: a callback that makes fitting private.
 
 [Note: Lightning on logical batches]
-The callback's loader yields logical batches, so Lightning's steps count releases. The callback calls `training_step`
-once per micro-batch. Lightning runs the last backward, after a zero_grad that would discard clipped sums. So the
-callback calls zero_grad before the first micro-batch instead.
+The callback's loader yields logical batches, so Lightning's steps count releases; `training_step` runs once per
+micro-batch. Lightning runs the last backward, after a zero_grad that would discard clipped sums. So the callback calls
+zero_grad before the first micro-batch instead.
 """
 
 from __future__ import annotations
@@ -34,14 +34,12 @@ class PrivateTraining(L.Callback):
 
     Args:
         loader: Train loader. Its batch_size is the expected logical batch; Poisson sampling replaces its sampler.
-        micro_batch_size: Rows per forward; batch_size if not given.
-        pad: True to fill the last micro-batches with padding. A training_step that sorts or augments rows needs False.
+        micro_batch_size: Rows per forward; by default batch_size.
+        pad: False if training_step sorts or augments rows; else padding fills the last micro-batches.
         **privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size and steps.
 
-    `engine` exists once fitting has begun. Checkpoints hold its state and random states, so a recomputed step releases
-    the same value. On several processes use accelerate, the Trainer of Hugging Face, or your own loop.
-
-    Raises ConfigurationError for a module or Trainer that would not be private as accounted.
+    `engine` exists once fitting has begun. Checkpoints hold its state and random states. Raises ConfigurationError for
+    a module or Trainer that would not be private as accounted, such as one on several processes.
     """
 
     def __init__(
@@ -102,10 +100,7 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """Run backward except for the last micro-batch, and return its output for Lightning's backward.
-
-        Raises ConfigurationError if `logical_batch` is not from `private.loader`.
-        """
+        """Run backward except for the last micro-batch, whose output Lightning differentiates."""
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
                 "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
@@ -160,8 +155,6 @@ class PrivateTraining(L.Callback):
 
 
 class _CallbackLoader:
-    """The train loader, of logical batches."""
-
     def __init__(self, callback: PrivateTraining, loader: DataLoader[Any], micro_batch_size: int, *, pad: bool) -> None:
         self._callback, self._loader, self._micro_batch_size, self._pad = callback, loader, micro_batch_size, pad
 
@@ -172,7 +165,7 @@ class _CallbackLoader:
         engine = self._callback.engine
         if engine is None:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
-        # A loader draws a seed for its workers, which must not move the random states of a resumed epoch.
+        # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             return engine.batches(
                 self._loader.dataset,

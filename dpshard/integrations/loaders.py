@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 
 
 def loading_options(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Return the options of `loader` as keywords of `engine.batches`."""
+    """Return the options as keywords of `engine.batches`."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

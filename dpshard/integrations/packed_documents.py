@@ -1,8 +1,8 @@
-"""Packed rows for Trainers: the packing that their arguments ask for, and each document from their collator.
+"""Packed rows for Trainers.
 
 [Note: Packing in a Trainer]
 A Trainer's own packing makes rows of several samples before sampling, and a row would be clipped as one sample. Here
-the data set stays one of documents. Its collator sees one document at a time; engine.batches packs those that it draws.
+the collator sees one document at a time; engine.batches packs those that it draws.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpshard.sampling import Packing
 def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | None:
     """Return the packing of a run: as given, or one row of max_length tokens if SFTConfig asks for packing.
 
-    Raises ConfigurationError if neither says how to pack what a collator would flatten.
+    Raises ConfigurationError if the length of a row is unknown.
     """
     if packing is not None:
         return packing
@@ -37,7 +37,7 @@ def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | N
 
 
 def refuse_packed(dataset: Any) -> None:
-    """Raise ConfigurationError for rows that TRL has packed: a document may be in several of them."""
+    """Raise ConfigurationError for rows that TRL has packed: a document may be in several."""
     if "seq_lengths" in (getattr(dataset, "column_names", None) or ()):
         raise ConfigurationError(
             "The data set has the column seq_lengths, so its rows were packed from documents: a document in several "
@@ -47,7 +47,7 @@ def refuse_packed(dataset: Any) -> None:
 
 
 class Documents(Dataset):
-    """The documents of a data set, each collated alone: ids [T_i], and labels, types or whatever has T_i values."""
+    """The documents of a data set, each collated alone: ids [T_i], and all else with T_i values."""
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset, self._collate_fn = dataset, collate_fn
@@ -56,7 +56,7 @@ class Documents(Dataset):
         return len(self._dataset)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return a document without padding. Raises DataError if its collator gives no ids [1, T]."""
+        """Return a document without padding. Raises DataError without ids [1, T]."""
         row = self._collate_fn([self._dataset[index]])
         ids = row.get("input_ids") if hasattr(row, "get") else None
         if not isinstance(ids, Tensor) or ids.dim() != 2 or len(ids) != 1:

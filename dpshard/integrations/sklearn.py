@@ -38,7 +38,7 @@ from dpshard.sampling.units import UnitDataset
 
 
 class _PrivateEstimator(BaseEstimator):
-    """The common part of both estimators. `fit` checks the settings, which stay as they are."""
+    """Settings stay as given; `fit` checks them."""
 
     def __init__(
         self,
@@ -72,14 +72,13 @@ class _PrivateEstimator(BaseEstimator):
         self.random_state = random_state
 
     def __sklearn_tags__(self) -> Any:
-        """Say that missing values are allowed, and that noise differs from fit to fit."""
         tags = super().__sklearn_tags__()
         tags.input_tags.allow_nan = tags.input_tags.string = tags.input_tags.categorical = True
         tags.non_deterministic = True
         return tags
 
     def _frame(self, X: Any, *, reset: bool) -> Any:
-        """Return X as a DataFrame; columns of an array are named x0, x1, ..."""
+        """Return a DataFrame; columns of an array are named x0, x1, ..."""
         require("pandas", "train", "a table")
         import pandas
 
@@ -113,7 +112,6 @@ class _PrivateEstimator(BaseEstimator):
             self.__dict__.pop(name, None)
         units = None if groups is None else _units(groups, len(frame))
         samples = len(frame) if units is None else 1 + int(units.max())
-        # The advice takes seconds.
         given = (self.batch_size, self.steps, self.target_delta)
         advice = self._advice(samples) if None in given else None
         delta = advice.target_delta if advice and self.target_delta is None else self.target_delta
@@ -202,12 +200,12 @@ class _PrivateEstimator(BaseEstimator):
 
 
 def _clipping_of(objective: Objective) -> Literal["automatic", "abadi"]:
-    """Return "abadi" for weighted classes: see [Note: Weights and clipping] in objectives.py."""
+    """See [Note: Weights and clipping] in objectives.py."""
     return "abadi" if isinstance(objective, Classes) and objective.weights is not None else "automatic"
 
 
 LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
-"""Of classes that of the advice for tables; numbers are learnt better more slowly (docs/tables.md)."""
+"""Numbers are learnt better more slowly (docs/tables.md)."""
 
 
 def _refuse_cells(X: NDArray[Any]) -> None:
@@ -243,27 +241,27 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
     """A classifier of tables; epsilon covers its weights and its private bounds, as `statement_` says.
 
     Args:
-        target_epsilon: Budget of a fit, private bounds included. Every fit has its own: k folds cost k times.
+        target_epsilon: Budget of a fit, private bounds included; k folds cost k times.
         target_delta: Delta of the guarantee; by default a power of ten, at most 1e-5 and 1 / (2 N).
         model: "linear", "mlp" ("auto" is this), or a module from encoded features [B, F] to logits [B, classes].
-        bounds: Public bounds (low, high) of all columns of X, numbers or one for each. Values are clipped to them.
-        columns: Public facts of columns by name (an array has x0, x1, ...): [low, high], categories [a, b], "category",
-            "drop"; see docs/tables.md. They override `bounds`. Columns of numbers without bounds get private ones.
+        bounds: Public bounds (low, high) of X, numbers or one per column; values are clipped to them.
+        columns: Public facts of columns by name (of an array x0, x1, ...): [low, high], categories [a, b], "category",
+            "drop"; they override `bounds`. Other columns of numbers get private bounds. See docs/tables.md.
         statistics_share: Share of epsilon that private bounds would cost alone.
-        batch_size: Expected logical batch; by default that of `dpshard.advise`, as the steps.
-        steps: Optimizer steps.
+        batch_size: Expected logical batch; by default that of `dpshard.advise`.
+        steps: Optimizer steps; by default those of the advice.
         learning_rate: Of AdamW, falling along a cosine; by default 0.03 for classes, 0.01 for numbers.
         max_grad_norm: Largest norm of a sample's gradient.
         rows_per_unit: Rows of a unit in a step, for `fit(X, y, groups)`.
         micro_batch_size: Samples per forward.
-        random_state: Seed of initial weights only. Noise and batches come from the operating system.
-        classes: Public labels; by default those of y, which the guarantee then takes as public.
-        class_weight: Public weights by label: the model leans to labels of large weights. Or "balanced": one over the
-            share of each label, by private counts that `statistics_share` pays for.
+        random_state: Seed of initial weights, not of noise and batches.
+        classes: Public labels; by default those of y, which then count as public.
+        class_weight: Public weights by label. Or "balanced": one over the share of each label, by private counts that
+            `statistics_share` pays for.
 
     Attributes:
         epsilon_, delta_, statement_: The guarantee.
-        classes_: Labels, in the order of the columns of `predict_proba`.
+        classes_: Labels, in the order of `predict_proba`.
         model_, encoder_, n_iter_, n_features_in_, feature_names_in_.
     """
 
@@ -342,7 +340,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
     """A regressor of tables; epsilon covers its weights and its private bounds, as `statement_` says.
 
     Args:
-        target_bounds: Public bounds (low, high) of y, to which it is clipped; by default private ones.
+        target_bounds: Public bounds (low, high) of y, which is clipped to them; by default private ones.
         Others: as of PrivateClassifier; `model` may be a module to outputs [B, 1], y scaled to [-1, 1].
     """
 
@@ -382,7 +380,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
         self.target_bounds = target_bounds
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
-        """Fit to rows X [N, D] with numbers y [N]; `groups` [N] name the protected unit of each row."""
+        """Fit to rows X [N, D] with numbers y [N]; `groups` as of PrivateClassifier."""
         frame = self._frame(X, reset=True)
         targets = _targets(y, len(frame))
         if targets.dtype.kind not in "biuf":

@@ -1,4 +1,4 @@
-"""Losses of tokens outside the model, sample by sample, instead of the model's mean over all tokens of a batch."""
+"""Losses of tokens outside the model, sample by sample."""
 
 from __future__ import annotations
 
@@ -18,10 +18,7 @@ OWN_LOSS = (
 
 
 def uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with all tokens of the first sample ignored, except one.
-
-    Samples then differ in length, so verification detects a mean over all tokens.
-    """
+    """Return `labels` with all tokens of the first sample ignored, except one: a mean over all tokens then shows."""
     if labels.dim() < 2 or labels.is_floating_point():
         return labels
     uneven = labels.clone()
@@ -37,7 +34,7 @@ def token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
 
 
 def logits_of(outputs: Any, labels: Tensor) -> Tensor:
-    """Return the logits [B, T, C] of a model for `labels` [B, T]. Raises ConfigurationError for other shapes."""
+    """Return logits [B, T, C] for `labels` [B, T]. Raises ConfigurationError for other shapes."""
     logits = outputs["logits"] if isinstance(outputs, Mapping) else outputs[0]
     if logits.shape[:-1] != labels.shape:
         raise ConfigurationError(
@@ -50,7 +47,7 @@ def logits_of(outputs: Any, labels: Tensor) -> Tensor:
 def learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     """Return True if the model's own loss predicts the next token.
 
-    On one sample it must equal `token_losses`. Raises ConfigurationError if it equals neither variant, or both.
+    Raises ConfigurationError if it equals, on one sample, neither variant of `token_losses`, or both.
     """
     labels = inputs["labels"]
     one = {
@@ -59,7 +56,7 @@ def learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
     model.eval()
     with torch.no_grad():
-        # The likeliest class at every position, and the unlikeliest at the first, make both variants differ.
+        # Likeliest classes, except at the first position, make both variants differ.
         _, rest = _loss_and_rest(model(**one))
         logits = logits_of(rest, one["labels"])
         one["labels"] = logits.argmax(-1)

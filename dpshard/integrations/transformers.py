@@ -1,9 +1,9 @@
 """Hugging Face Trainer with private training: `PrivateTrainer`.
 
 [Note: Trainer on logical batches]
-One item of the train loader is one logical batch, so steps, logs, schedulers and checkpoints count releases.
-`training_step` loops over micro-batches. The Trainer's own clipping, division by tokens, and scaling for half precision
-would invalidate the accounting. They are switched off with a message, or refused.
+One item of the train loader is one logical batch, so steps, logs, schedulers and checkpoints count releases. The
+Trainer's own clipping, division by tokens, and loss scaling would invalidate the accounting. They are switched off with
+a message, or refused.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from dpshard.losses import packed_cross_entropy
 from dpshard.sampling import Packing, require_dataset
 
 STATE = "dpshard.json"
-"""File of a checkpoint folder with the engine's state."""
+"""The engine's state in a checkpoint folder."""
 _OURS = ("batch_size", "sample_size", "steps", "epochs", "loss_reduction")
 _LOGICAL_BATCH = "logical_batch"
 _logger = logging.getLogger(__name__)
 
 
 class ShardsOnCPU:
-    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU; see `shard_on_cpu`."""
+    """A mix-in before a Trainer: TrainingArguments(fsdp=True) works without a GPU."""
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator."""
@@ -54,11 +54,11 @@ class _Private(ShardsOnCPU):
     """A mix-in before a subclass of Trainer that makes its training private.
 
     Args:
-        model, args: As for the Trainer. A micro-batch has per_device_train_batch_size rows. The expected logical batch
-            is per_device_train_batch_size * gradient_accumulation_steps * processes.
+        model, args: As for the Trainer. per_device_train_batch_size rows make a micro-batch; times
+            gradient_accumulation_steps and processes, the expected logical batch.
         privacy: Settings of `dpshard.PrivacyEngine`, except batch size, sample size, steps and loss reduction.
-        packing: Packs documents into rows; per_device_train_batch_size is then the largest number of documents in a
-            micro-batch. SFTConfig(packing=True) means Packing(rows=1, tokens=max_length).
+        packing: Packs documents into rows, at most per_device_train_batch_size in a micro-batch.
+            SFTConfig(packing=True) means Packing(rows=1, tokens=max_length).
 
     `engine` exists once training has begun. Raises ConfigurationError for arguments that would break the accounting.
     """
@@ -104,20 +104,20 @@ class _Private(ShardsOnCPU):
         self._verified = False
         self._shift: bool | None = None
         self._losses_B: Tensor | None = None
-        # By name, because the second argument of some trainers is another one.
+        # By name: some trainers have another second argument.
         settings = (model, _neutral(args), *others) if others else (model,)
         super().__init__(*settings, **more, **({} if others else {"args": _neutral(args)}))
         self.add_callback(_Begin(self._begin))  # type: ignore[attr-defined]
 
     def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator; raise ConfigurationError if it would change gradients or split samples."""
+        """Create the accelerator; ConfigurationError if it would change gradients or split samples."""
         super().create_accelerator_and_postprocess()
         require_supported(self.accelerator)  # type: ignore[attr-defined]
 
     # --- data -------------------------------------------------------------------------------------------------------
 
     def get_train_dataloader(self) -> Any:
-        """Return the logical batches of an epoch, each within a dict."""
+        """Return the logical batches of an epoch."""
         trainer: Any = self
         refuse_packed(trainer.train_dataset)
         if isinstance(trainer.train_dataset, Sized):
@@ -132,10 +132,7 @@ class _Private(ShardsOnCPU):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _begin(self, steps: int, released: int) -> None:
-        """Create the engine before the first batch, when model and optimizer are wrapped and loaded.
-
-        Raises CheckpointError if the ledger differs from `released`, the Trainer's step.
-        """
+        """Create or resume the engine, when model and optimizer are wrapped and loaded."""
         trainer: Any = self
         if self.engine is not None and self._resumed_from is None:
             raise EngineInUseError(
@@ -160,13 +157,12 @@ class _Private(ShardsOnCPU):
             )
 
     def _trained(self) -> nn.Module:
-        """Return the model that the engine makes private."""
         return self.model_wrapped  # type: ignore[attr-defined]
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: Any = None) -> Tensor:
         """Collect the clipped sums of all micro-batches, and add the noise.
 
-        Returns the mean loss over samples of all ranks; NaN, which is not logged, for an empty batch.
+        Returns the mean loss over samples of all ranks; NaN for an empty batch.
         """
         trainer, engine = self, self.engine
         assert engine is not None
@@ -246,10 +242,7 @@ class _Private(ShardsOnCPU):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """Return a function of outputs and labels that returns losses [B] or their mean; None to keep the model's loss.
-
-        A model's own loss is a mean over the tokens of the batch, which mixes samples.
-        """
+        """Return a function from outputs and labels to losses [B] or their mean; None to keep the model's loss."""
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
             return None
@@ -274,7 +267,7 @@ class _Private(ShardsOnCPU):
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.engine is not None and self.args.should_save:  # type: ignore[attr-defined]
-            # It holds the run secret: only its owner may read it.
+            # Only its owner may read the run secret.
             descriptor = os.open(Path(output_dir) / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
             with os.fdopen(descriptor, "w") as file:
                 json.dump(self.engine.state_dict(), file)
@@ -289,12 +282,10 @@ class PrivateTrainer(_Private, Trainer):
 
 
 class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
-    """A transformers.Seq2SeqTrainer with private training; see PrivateTrainer."""
+    """See PrivateTrainer."""
 
 
 class _TrainerLoader:
-    """The train loader, of logical batches."""
-
     def __init__(self, trainer: _Private, dataset: Any, collate_fn: Any) -> None:
         size = len(dataset) if hasattr(dataset, "__len__") else 0
         require_dataset(dataset, size)
@@ -337,7 +328,7 @@ class _Begin(TrainerCallback):
 
 
 def _foreign_loss(cls: type) -> str | None:
-    """Return the name of a trainer below ours whose loss is neither known nor replaced; or None."""
+    """Return the name of a trainer below ours whose loss is neither known nor replaced."""
     if cls._training_loss is not _Private._training_loss:
         return None
     known = {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}
@@ -393,7 +384,7 @@ def _neutral(args: TrainingArguments) -> TrainingArguments:
         )
     neutral.max_grad_norm = 0.0
     neutral.gradient_accumulation_steps = 1  # of logical batches
-    neutral.ignore_data_skip = True  # the engine resumes with the batches of its own step
+    neutral.ignore_data_skip = True  # the engine resumes with its own batches
     return neutral
 
 

@@ -2,8 +2,7 @@
 
 [Note: Pairs]
 The unit of preference tuning is a pair. TRL's collator makes rows [2 m, L], all chosen ones first. Here a micro-batch
-has m samples [m, 2, L]. The two rows meet within the model that the engine sees. So a pair has one gradient, with the
-cross terms of its rows, and is clipped once.
+has m samples [m, 2, L], whose two rows meet within the model that the engine sees. So a pair is clipped once.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from dpshard.losses import sample_losses
 class PrivateSFTTrainer(_Private, SFTTrainer):
     """A trl.SFTTrainer with private training; see PrivateTrainer. The loss is a mean over each sample's tokens.
 
-    SFTConfig(packing=True) and padding_free=True pack the documents that are drawn into one row of max_length tokens;
-    each is clipped by itself.
+    packing=True and padding_free=True pack the drawn documents into one row of max_length tokens; each is clipped by
+    itself.
     """
 
 
 class PrivateDPOTrainer(_Private, DPOTrainer):
     """A trl.DPOTrainer with private training; the unit of privacy is a pair, chosen and rejected, of one prompt.
 
-    Takes the sigmoid loss of DPO (Rafailov et al. 2023, arXiv:2305.18290), in one process or with DDP.
-    per_device_train_batch_size counts pairs. Raises ConfigurationError for other losses, and for FSDP and DeepSpeed.
+    Sigmoid loss of DPO (Rafailov et al. 2023, arXiv:2305.18290), in one process or with DDP.
+    per_device_train_batch_size counts pairs. Raises ConfigurationError for other losses, FSDP and DeepSpeed.
     """
 
     def __init__(self, model: Any = None, ref_model: Any = None, args: DPOConfig | None = None, **more: Any) -> None:
@@ -88,7 +87,7 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         return -F.logsigmoid(self.beta * (log_probs_B2[:, 0] - log_probs_B2[:, 1] - ratio_B))
 
     def _reference(self, rows: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Log-probability of chosen over rejected [B] by the reference model."""
+        """Log-probability [B] of chosen over rejected by the reference model."""
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"] - inputs["ref_rejected_logps"]
         assert self._pairs is not None
@@ -134,7 +133,7 @@ class Pairs(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, completion_mask: Tensor | None = None, **more: Any
     ) -> Any:
-        """Run the model on all rows at once; without `completion_mask` as it is, for an evaluation."""
+        """Run the model on all rows at once; without `completion_mask` as it is."""
         if completion_mask is None:
             return self.model(input_ids=input_ids, attention_mask=attention_mask, **more)
         ids, attend, counted = (x.flatten(0, 1) for x in (input_ids, attention_mask, completion_mask))
@@ -144,8 +143,6 @@ class Pairs(nn.Module):
 
 
 def _of_pairs(collate_fn: Callable[[Any], Mapping[str, Tensor]]) -> Callable[[Any], dict[str, Tensor]]:
-    """Return `collate_fn` with rows [2 m, L] as pairs [m, 2, L]."""
-
     def collate(rows: Any) -> dict[str, Tensor]:
         pairs = {}
         for name, x in collate_fn(rows).items():

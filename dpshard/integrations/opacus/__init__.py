@@ -1,7 +1,4 @@
-"""Opacus's interface on dpshard's engine: change the import, keep the script (docs/coming-from-opacus.md).
-
-Modules have Opacus's names. Features that dpshard cannot account for are refused with a reason.
-"""
+"""Opacus's interface on dpshard's engine: change the import, keep the script (docs/coming-from-opacus.md)."""
 
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
 from dpshard.integrations.opacus.privacy_engine import PrivacyEngine

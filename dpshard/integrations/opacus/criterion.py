@@ -15,8 +15,7 @@ from dpshard.errors import ConfigurationError
 class DPLoss:
     """A criterion reduced sample by sample; its value is a tensor.
 
-    torch's `reduction="mean"` mixes samples, because it divides by the positions or class weights of the whole batch.
-    Here each sample takes the mean over its own positions.
+    torch's "mean" divides by the positions or class weights of the whole batch, which mixes samples.
     """
 
     def __init__(self, criterion: Any, loss_reduction: LossReduction) -> None:
@@ -32,7 +31,7 @@ class DPLoss:
     def __call__(self, *args: Any, shape: Sequence[int] | None = None, **kwargs: Any) -> Tensor:
         """Return the mean or sum [] over samples (dimension 0) of their own losses.
 
-        `shape` is that of the logits [B, T, ...] if B and T were flattened.
+        `shape`: that of logits [B, T, ...] if B and T were flattened.
         """
         losses = self.criterion(*args, **kwargs)
         target = kwargs.get("target", args[1] if len(args) > 1 else None)

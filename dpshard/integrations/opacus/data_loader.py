@@ -17,14 +17,14 @@ from dpshard.integrations.opacus.progress import Progress
 from dpshard.integrations.opacus.settings import refuse_unaccounted
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""Samplers that only order samples, or assign them to ranks: Poisson sampling replaces them."""
+"""They only order samples, or assign them to ranks."""
 
 
 class DPDataLoader:
     """The data set of a DataLoader, sampled by the engine, with as many steps per round.
 
-    It yields logical batches whole, or in micro-batches of at most `physical_batch_size` rows. All rows are samples,
-    which the script may reorder. A batch without a sample has one row that counts nothing.
+    Yields logical batches whole, or in micro-batches of at most `physical_batch_size` rows, which the script may
+    reorder. A batch without a sample has one row that counts nothing.
     """
 
     def __init__(self, loader: DataLoader[Any], *, physical_batch_size: int | None = None) -> None:
@@ -41,7 +41,7 @@ class DPDataLoader:
     ) -> DPDataLoader:
         """Return a loader that `make_private(data_loader=...)` completes; before that it cannot draw.
 
-        `distributed` has no effect: ranks share one logical batch. Raises ConfigurationError for a `generator`.
+        `distributed` has no effect. Raises ConfigurationError for a `generator`.
         """
         refuse_unaccounted(batch_first=True, noise_generator=generator)
         return cls(original_loader(data_loader))
@@ -57,7 +57,7 @@ class DPDataLoader:
 
     @property
     def progress(self) -> Progress:
-        """Progress within the logical batch. Raises ConfigurationError before `make_private`."""
+        """Progress within the logical batch; ConfigurationError before `make_private`."""
         return self._require_run()[1]
 
     def _require_run(self) -> tuple[PrivacyEngine, Progress]:
@@ -75,7 +75,6 @@ class DPDataLoader:
         return small
 
     def __len__(self) -> int:
-        """Return the logical batches of a round, or as in Opacus the expected number of micro-batches."""
         steps = self._steps
         if self.physical_batch_size is None:
             return steps
@@ -113,7 +112,7 @@ def steps_of_round(loader: DataLoader[Any], batch_size: int, sampling: SamplingN
 
 
 def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
-    """Return the user's DataLoader; raise ConfigurationError for samplers and options that would be lost."""
+    """Return the user's DataLoader; ConfigurationError for samplers and options that would be lost."""
     if isinstance(loader, DPDataLoader):
         return loader.original
     if not isinstance(loader, DataLoader):

@@ -9,10 +9,7 @@ from dpshard.integrations.opacus.data_loader import DPDataLoader
 
 
 def DPLightningDataModule(datamodule: Any) -> Any:
-    """Return a copy of `datamodule` whose train loader `make_private` completes.
-
-    Pass that loader to `make_private` in `configure_optimizers`: Lightning then iterates over the same one.
-    """
+    """Return a copy of `datamodule` whose train loader `make_private` completes, in `configure_optimizers`."""
     private = copy.copy(datamodule)
     made: list[DPDataLoader] = []
 

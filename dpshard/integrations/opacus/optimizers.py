@@ -16,7 +16,7 @@ from dpshard.integrations.opacus.progress import Progress
 class DPOptimizer(Optimizer):
     """The user's optimizer; it steps once per logical batch, on private gradients.
 
-    It shares groups and state with `original_optimizer`, so learning-rate schedulers may hold either.
+    It shares groups and state with `original_optimizer`: schedulers may hold either.
     """
 
     def __init__(self, optimizer: Optimizer, engine: PrivacyEngine, progress: Progress, *, sums: bool) -> None:
@@ -84,11 +84,11 @@ class DPOptimizer(Optimizer):
             self.original_optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the original optimizer."""
+        """Return the original optimizer's state."""
         return self.original_optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state of the original optimizer."""
+        """Load the original optimizer's state."""
         self.original_optimizer.load_state_dict(state_dict)
         self._share()
 

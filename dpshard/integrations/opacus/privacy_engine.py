@@ -24,7 +24,7 @@ from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unacco
 from dpshard.integrations.opacus.validators import ModuleValidator
 
 _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
-""""prv" and "pld" both compose privacy loss distributions numerically."""
+"""Both compose privacy loss distributions numerically."""
 
 
 class PrivacyEngine:
@@ -32,7 +32,7 @@ class PrivacyEngine:
 
     Args:
         accountant: "prv" (dpshard's "pld"), "rdp", or "gdp".
-        secure_mode: Draw the noise on the CPU from a cryptographic stream; needs no other package.
+        secure_mode: Draw the noise on the CPU from a cryptographic stream.
 
     After `make_private`, `engine` is the `dpshard.PrivacyEngine`.
     """
@@ -68,18 +68,15 @@ class PrivacyEngine:
         wrap_model: bool = True,
         rand_on_empty: bool = False,
     ) -> tuple[Any, ...]:
-        """Return (module, optimizer, data_loader), or with "ghost" modes (module, optimizer, criterion, data_loader).
+        """Return (module, optimizer, data_loader), with "ghost" modes (module, optimizer, criterion, data_loader).
 
-        `noise_multiplier` is the noise standard deviation over the sensitivity. `max_grad_norm` is the L2 clipping norm
-        of a sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` has no effect,
-        because the user's model stays usable. Nor has `rand_on_empty`, because an empty batch is one row that counts
-        nothing.
+        `noise_multiplier`: noise standard deviation over the sensitivity. `max_grad_norm`: L2 clipping norm of a
+        sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` and `rand_on_empty` have
+        no effect. With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"),
+        and epsilon is that of this sampling; it needs accountant="prv".
 
-        With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"), as with
-        shuffling. But batches differ in size, and epsilon is that of this sampling. It needs accountant="prv".
-
-        Raises ConfigurationError for settings that cannot be accounted: batch_first=False, a noise_generator, adaptive
-        clipping; EngineInUseError on a second call.
+        Raises ConfigurationError for settings that cannot be accounted (batch_first=False, a noise_generator, adaptive
+        clipping); EngineInUseError on a second call.
         """
         refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)

@@ -1,4 +1,4 @@
-"""Opacus's settings in terms of dpshard; settings that cannot be accounted are refused."""
+"""Opacus's settings in terms of dpshard."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dpshard.config import LossReduction
 from dpshard.errors import ConfigurationError
 
 _MODES = {"hooks": "auto", "functorch": "auto", "ew": "auto", "ghost": "mixed-ghost", "ghost_fsdp": "auto"}
-"""Clipping modes by grad_sample_mode; they differ only in cost."""
+"""They differ only in cost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class ClippingSettings:
         return self.grad_sample_mode.startswith("ghost")
 
     def style_and_norm(self, module: nn.Module) -> tuple[Any, float]:
-        """Return dpshard's clipping style, and the norm over all parameters of `module`."""
+        """Return dpshard's clipping style, and the norm over all parameters."""
         norm = self.max_grad_norm
         if self.clipping == "flat" and isinstance(norm, (int, float)):
             return "all-layer", float(norm)

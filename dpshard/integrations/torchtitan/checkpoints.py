@@ -28,7 +28,7 @@ class EngineState:
         engine.internals.note_releases(self._note)
 
     def warn_of_earlier_starts(self) -> None:
-        """Say that the journal has releases which a run that begins now does not count."""
+        """Warn if the journal has releases that a run from step 0 does not count."""
         if self._noted.entries and self._engine.step == 0:
             logger.warning(
                 "%s has %d releases of earlier starts, of which there is no checkpoint. This run does not count them.",

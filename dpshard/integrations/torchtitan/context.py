@@ -1,4 +1,4 @@
-"""torchtitan's context parallelism: each rank has a part of every document."""
+"""Context parallelism: each rank has a part of every document."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from dpshard.losses import sample_losses
 
 
 class DocumentParts:
-    """The ranks of `mesh`, which divide documents as the `balancer` of torchtitan says."""
+    """The ranks of `mesh`, which divide documents as torchtitan's `balancer` says."""
 
     def __init__(self, mesh: Any, balancer: str | None) -> None:
         self._mesh, self._balancer = mesh, balancer
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return settings of the engine: every rank holds the parameters, and a term of their gradients."""
+        """Settings of the engine: every rank holds the parameters, and a term of their gradients."""
         return {"model_parallel_group": self._mesh.get_group(), "model_parallel_parts": {"*": "sum"}}
 
     def own(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Return this rank's part of a batch of tensors [B, T]."""
+        """Return this rank's part of tensors [B, T]."""
         parts, _ = cp_shard(self._mesh, tuple(batch.values()), None, self._balancer)
         return dict(zip(batch, parts, strict=True))
 
     def terms(self, logits: Tensor, own: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's terms [B] of the documents' mean losses; `own` is its part of the `targets` [B, T]."""
+        """Return this rank's terms [B] of the documents' mean losses; `own` is its part of `targets` [B, T]."""
         return sample_losses(logits, own, per="sample-sum") / (targets != IGNORED).sum(1).clamp(min=1)
 
     def whole(self, terms_B: Tensor) -> Tensor:

@@ -14,14 +14,14 @@ from torchtitan.hf_datasets.text_datasets import DATASETS
 from dpshard.errors import ConfigurationError, DataError
 
 IGNORED = -100
-"""Label of a position that counts nothing."""
+"""Label that counts nothing."""
 
 
 class Documents(BaseDataLoader):
     """The documents of a data set of torchtitan's `DATASETS`, by their index; the engine draws them.
 
-    Item i is a dict of "input_ids" and "targets" [T_i], the ids of the next tokens. A document longer than seq_len is
-    cut. For other data, subclass it with a `Config` of its own, and override `__init__`, `__len__` and `ids`.
+    Item i is a dict of "input_ids" and "targets" [T_i], the ids of the next tokens, cut to seq_len. For other data,
+    subclass it with a `Config`, and override `__init__`, `__len__` and `ids`.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -29,7 +29,7 @@ class Documents(BaseDataLoader):
         """Settings for reading documents."""
 
         dataset: str = "c4_test"
-        """Name in torchtitan.hf_datasets.text_datasets.DATASETS; its loader must return a data set with a length."""
+        """Name in torchtitan's DATASETS; its loader must return a data set with a length."""
         num_workers: int = 0
         pin_memory: bool = False
         prefetch_factor: int | None = None
@@ -49,7 +49,6 @@ class Documents(BaseDataLoader):
             )
 
     def __len__(self) -> int:
-        """Return the number of documents."""
         return len(self._rows)
 
     def ids(self, index: int) -> list[int]:
@@ -66,7 +65,7 @@ class Documents(BaseDataLoader):
         raise ConfigurationError("The engine draws documents: leave the order to engine.batches.")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the engine's step and key decide what is drawn."""
+        """Return nothing."""
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -80,7 +79,7 @@ class Rows:
         self._tokens = tokens
 
     def __call__(self, documents: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """Return "input_ids", "targets" and "position_ids", [B, T]; behind a document's end nothing counts."""
+        """Return "input_ids", "targets" and "position_ids", [B, T]; padding counts nothing."""
         B, T = len(documents), self._tokens
         input_ids, targets = torch.zeros(B, T, dtype=torch.long), torch.full((B, T), IGNORED)
         for row, document in enumerate(documents):

@@ -22,11 +22,11 @@ from torchtitan.tools.logging import logger
 from dpshard.rules.registry import composite
 
 MASKED = (FlexAttention.Config, VarlenAttention.Config)
-"""Attention that stays within documents, by masks made from positions."""
+"""Attention that masks other documents by positions."""
 
 
 class _Table(Embedding):
-    """torchtitan's table of tokens, whose parts DTensor adds up: torchtitan does so by hand, on plain tensors."""
+    """torchtitan's table of tokens, whose parts DTensor adds up, not torchtitan on plain tensors."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
@@ -44,7 +44,7 @@ class _Table(Embedding):
 
 
 def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
-    """Return a ModelSpec whose model the engine can see through, and whose schedules train with these `losses`."""
+    """Return a ModelSpec whose model the engine can see through, and whose schedules train with `losses`."""
     table = spec.model.tok_embeddings
     spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
     after_optimizer = spec.post_optimizer_build_fn
@@ -75,7 +75,7 @@ def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
 
 
 def _leave_uncounted(mixture: Any) -> None:
-    """Keep a mixture of experts, though not what it consists of, out of training mode, in which it counts tokens."""
+    """Keep a mixture of experts out of training mode, in which it counts tokens."""
 
     def train(mode: bool = True) -> Any:
         type(mixture).train(mixture, mode)
@@ -98,7 +98,7 @@ def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _mask_within(model: Any) -> None:
-    """Make the masks in the model's forward. The engine runs it on some rows of its inputs, and masks must follow."""
+    """Make the masks in forward, which the engine also runs on some rows."""
     forward, masks = model.forward, _without_modes(model.get_attention_masks)
 
     def with_masks(tokens: Tensor, positions: Tensor, attention_masks: Any = None) -> Any:
@@ -108,7 +108,7 @@ def _mask_within(model: Any) -> None:
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function without parameters, compiled by itself, that does not see the engine's mode.
+    """Return a function without parameters that does not see the engine's mode.
 
     torch.compile would guard on all that the mode holds, parameters too.
     """

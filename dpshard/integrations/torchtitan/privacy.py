@@ -11,19 +11,19 @@ from dpshard.config import AccountantName, NoiseName
 
 @dataclass(kw_only=True, slots=True)
 class Privacy:
-    """The section [privacy] of a config: settings of `dpshard.PrivacyEngine`, and how documents fill rows."""
+    """Settings of `dpshard.PrivacyEngine`, and how documents fill rows."""
 
     target_epsilon: float | None = None
-    """Budget of the whole run; calibrates the noise. Or give noise_multiplier."""
+    """Budget of the run; calibrates the noise. Or give noise_multiplier."""
     target_delta: float = 1e-5
-    """Delta of the guarantee; well below 1 / number of documents."""
+    """Well below 1 / number of documents."""
     noise_multiplier: float | None = None
     """Standard deviation of the noise over the sensitivity."""
     max_grad_norm: float = 1.0
-    """Largest L2 norm of one document's contribution."""
+    """Largest L2 norm of a document's contribution."""
     clipping_fn: Literal["automatic", "abadi", "global"] = "automatic"
     clipping_style: Literal["all-layer", "layer-wise", "block-wise", "param-wise"] = "all-layer"
-    """Which parameters share a norm. "block-wise" needs the least memory under FSDP."""
+    """Parameters that share a norm. "block-wise" needs the least memory under FSDP."""
     clipping_mode: str = "auto"
     accountant: AccountantName = "pld"
     max_batch_size: int | None = None
@@ -33,8 +33,7 @@ class Privacy:
     noise: NoiseName = "gaussian"
     verify: bool = True
     documents_per_row: int = 1
-    """Largest number of documents in one row of seq_len tokens. With 1, a row is a document. A larger number packs
-    documents into rows, which needs attention "flex" or "varlen"."""
+    """Largest number of documents in a row of seq_len tokens; above 1, attention must be "flex" or "varlen"."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the engine."""

@@ -22,11 +22,11 @@ from dpshard.integrations.torchtitan.documents import Documents
 from dpshard.integrations.torchtitan.model import MASKED
 
 _VERIFIED = (Llama3Model.Config, Qwen3Model.Config)
-"""Models that were compared under tensor parallelism."""
+"""Compared under tensor parallelism."""
 
 
 def refuse_unsupported(config: Any) -> None:
-    """Raise ConfigurationError, with the reason, if `config` has a setting that private training does not support."""
+    """Raise ConfigurationError, with the reason, for an unsupported setting."""
     model = None if config.model_spec is None else config.model_spec.model
     refused = _of_ranks(config.parallelism) | _of_execution(config)
     if isinstance(model, Decoder.Config):

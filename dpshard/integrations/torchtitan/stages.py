@@ -1,4 +1,4 @@
-"""torchtitan's pipelines: each rank has a stage of the model, and a schedule runs parts of micro-batches through it."""
+"""Pipelines: each rank has a stage of the model, and a schedule runs parts of micro-batches through it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from dpshard.losses import sample_losses
 
 
 class DocumentLosses:
-    """The loss of a part of a micro-batch, as torchtitan's schedules call it: the mean over its documents.
-
-    It keeps the losses of the documents for the log, since a schedule returns only the means.
-    """
+    """The loss of a part of a micro-batch: the mean over its documents, whose losses it keeps for the log."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -26,16 +23,16 @@ class DocumentLosses:
         return losses_B.mean(), None
 
     def take(self, rows: int) -> Tensor:
-        """Return the losses of the last `rows` documents, in their order, and forget all.
+        """Return the losses of the last `rows` documents, and forget all.
 
-        Before its first step a schedule also calls the loss to learn what stages send each other.
+        Before its first step a schedule also calls the loss, to learn what stages send.
         """
         parts, self._parts = self._parts, []
         return torch.cat(parts)[-rows:]
 
 
 class PipelinedDocuments:
-    """The stages on the ranks of `mesh`, which the `schedule` of torchtitan runs on whole documents."""
+    """The stages on the ranks of `mesh`, which `schedule` runs on whole documents."""
 
     def __init__(self, mesh: Any, schedule: Any, losses: DocumentLosses) -> None:
         self.mesh, self._schedule, self._losses = mesh, schedule, losses
@@ -44,7 +41,7 @@ class PipelinedDocuments:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Return settings of the engine: no other rank of the pipeline holds the parameters of a stage."""
+        """Settings of the engine: no other rank of the pipeline holds a stage's parameters."""
         return {"model_parallel_group": self.mesh.get_group(), "model_parallel_parts": {"*": "stage"}}
 
     def train(self, batch: dict[str, Tensor]) -> Tensor | None:

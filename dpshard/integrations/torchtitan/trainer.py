@@ -1,10 +1,8 @@
 """torchtitan's Trainer with private training.
 
-[Note: A Trainer on logical batches] torchtitan's Trainer trains on a stream of rows, in which documents lie one after
-another. Its loss is a mean over all tokens of a step. A PrivateTrainer draws documents instead. A step is a logical
-batch of `engine.batches`. A document is a sample, and its loss is the mean over its own tokens. Parallelisms,
-checkpointing of activations, compile, optimizers, schedules, validation, metrics and checkpoints are torchtitan's own.
-What would change or hide gradients before the noise is refused by name.
+[Note: A Trainer on logical batches] torchtitan's Trainer takes a mean over all tokens of a stream of rows. A
+PrivateTrainer draws documents; a step is a logical batch of `engine.batches`, and a document's loss is the mean over
+its own tokens. All else is torchtitan's own. What would change or hide gradients before the noise is refused by name.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from dpshard.sampling import Packing
 class PrivateTrainer(Trainer):
     """torchtitan's Trainer with private training; `private(config)` makes its config.
 
-    `engine` is the PrivacyEngine. Raises ConfigurationError for settings that private training does not support.
+    `engine` is the PrivacyEngine. Raises ConfigurationError for unsupported settings.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -92,7 +90,7 @@ class PrivateTrainer(Trainer):
         return self.engine.batches(data_iterable, rows * per_row, **options)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:
-        """Train on one logical batch: collect the clipped sums of its micro-batches, add the noise, step."""
+        """Train on one logical batch."""
         engine, metrics = self.engine, self.metrics_processor
         self.optimizers.zero_grad()
         rates = self.lr_schedulers.get_metrics()
@@ -119,7 +117,7 @@ class PrivateTrainer(Trainer):
             self._log(float(norm), rates)
 
     def _train_on(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Run forward and backward; return the losses for the log. Only the last stage of a pipeline knows them."""
+        """Run forward and backward; return the losses for the log, in a pipeline on the last stage."""
         if self._stages is not None:
             return self._stages.train(batch)
         losses_B = self._losses(batch)
@@ -127,7 +125,7 @@ class PrivateTrainer(Trainer):
         return losses_B if self._parts is None else self._parts.whole(losses_B)
 
     def _losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean loss over its tokens of every document, [B], or this rank's terms; [units] of packed rows."""
+        """Return the mean loss of every document, [B], this rank's terms, or [units] of packed rows."""
         targets = batch["targets"]
         if self._parts is not None:
             batch = self._parts.own(batch)
@@ -150,7 +148,7 @@ class PrivateTrainer(Trainer):
         self.metrics_processor.log(self.step, loss, loss, norm, extra_metrics=more | rates)
 
     def train(self) -> None:
-        """Train to the end of the run, and log the guarantee that was reached."""
+        """Train to the end of the run, and log the guarantee."""
         super().train()
         logger.info(self.engine.statement())
 
@@ -158,8 +156,8 @@ class PrivateTrainer(Trainer):
 def private(config: Trainer.Config, privacy: Privacy | None = None) -> PrivateTrainer.Config:
     """Return the config of a private run of `config`, which a function of a config registry returns.
 
-    It draws documents from the same data set, and replaces the loss by the mean over each document's tokens. It trains
-    by torch's DTensors (spmd_backend "partial_dtensor"), without CUDA graphs, and does not clip the private gradient.
+    It draws documents from the same data set, with the mean loss over each document's tokens. It uses spmd_backend
+    "partial_dtensor", without CUDA graphs, and does not clip the private gradient.
     """
     given = {f.name: getattr(config, f.name) for f in dataclasses.fields(Trainer.Config)}
     loss, loader = config.loss, config.dataloader

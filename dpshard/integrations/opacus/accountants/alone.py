@@ -11,17 +11,16 @@ from dpshard.errors import ConfigurationError
 
 
 class IAccountant:
-    """Counter of Poisson-sampled DP-SGD steps; subclasses choose the accountant."""
+    """Counter of Poisson-sampled DP-SGD steps."""
 
     method: ClassVar[AccountantName]
-    """dpshard's accountant."""
 
     def __init__(self) -> None:
         self._counts: Counter[Release] = Counter()
 
     def step(self, *, noise_multiplier: float, sample_rate: float) -> None:
         """Count a step. Raises ConfigurationError for impossible figures."""
-        # Without a cap on batches, epsilon does not depend on the number of samples.
+        # Without a cap, epsilon does not depend on the sample size.
         self._counts[Release(noise_multiplier, sample_rate, sample_size=1)] += 1
 
     def get_epsilon(self, delta: float) -> float:
@@ -46,7 +45,7 @@ class IAccountant:
         return {"history": self.history, "mechanism": self.mechanism()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the steps of an accountant of this kind; raise ConfigurationError for another."""
+        """Load steps; ConfigurationError for another accountant's."""
         if state_dict.get("mechanism") != self.mechanism():
             raise ConfigurationError(
                 f"The state is that of {state_dict.get('mechanism')!r}; this accountant is {self.mechanism()!r}. "
@@ -77,7 +76,7 @@ class GaussianAccountant(IAccountant):
 
 
 def create_accountant(mechanism: str) -> IAccountant:
-    """Return a new accountant by Opacus's name of it; raise ConfigurationError for another name."""
+    """Return a new accountant by Opacus's name; ConfigurationError for another."""
     kinds = {kind.mechanism(): kind for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)}
     require_choice("mechanism", mechanism, tuple(kinds))
     return kinds[mechanism]()

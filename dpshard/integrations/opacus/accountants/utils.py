@@ -10,7 +10,7 @@ from dpshard.config import AccountantName, BatchSchedule, require_choice
 from dpshard.errors import ConfigurationError
 
 _RESOLUTION = 10**9
-"""Denominator to which sample rates are rounded up."""
+"""To which sample rates are rounded up."""
 _METHODS: dict[str, AccountantName] = {"rdp": "rdp", "prv": "pld"}
 
 
@@ -35,7 +35,7 @@ def get_noise_multiplier(
     count = math.ceil(epochs / sample_rate) if epochs is not None else steps
     drawn = math.ceil(sample_rate * _RESOLUTION)
     schedule = BatchSchedule.parse(min(drawn, _RESOLUTION), sample_size=_RESOLUTION, steps=count)
-    with warnings.catch_warnings():  # about delta over the unknown sample size
+    with warnings.catch_warnings():  # about the unknown sample size
         warnings.simplefilter("ignore")
         mechanism = calibrate(
             SampledMechanism(schedule=schedule, sample_size=_RESOLUTION),

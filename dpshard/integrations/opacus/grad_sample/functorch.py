@@ -10,7 +10,7 @@ from torch.func import functional_call
 
 
 def make_functional(model: nn.Module) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
-    """Return f(parameters, *inputs), which runs `model` with other parameters, and copies of its own."""
+    """Return f(parameters, *inputs), and copies of the model's parameters."""
     names = [name for name, _ in model.named_parameters()]
 
     def run(parameters: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:

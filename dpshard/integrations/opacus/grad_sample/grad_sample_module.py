@@ -14,7 +14,7 @@ from dpshard.integrations.opacus.progress import Progress
 class GradSampleModule(nn.Module):
     """The private model around the user's `_module`, which may also be called directly.
 
-    State-dict keys begin with `_module.`, as in Opacus. Other attributes are those of the user's model.
+    State-dict keys begin with `_module.`, as in Opacus.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class GradSampleModule(nn.Module):
             super().zero_grad(set_to_none)
 
     def cleanup(self) -> None:
-        """Detach the engine from the user's model."""
+        """Detach the engine."""
         self._dpshard[0].detach()
 
     remove_hooks = cleanup

@@ -7,7 +7,7 @@ from dpshard.integrations.opacus.optimizers import DPOptimizer
 
 
 class BatchMemoryManager:
-    """A block in which the loader yields micro-batches of at most `max_physical_batch_size` rows."""
+    """A block in which the loader yields at most `max_physical_batch_size` rows."""
 
     def __init__(self, *, data_loader: DPDataLoader, max_physical_batch_size: int, optimizer: DPOptimizer) -> None:
         self._loader = data_loader.in_physical_batches(max_physical_batch_size)

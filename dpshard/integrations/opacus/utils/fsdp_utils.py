@@ -18,7 +18,7 @@ def FSDP2Wrapper(
 ) -> Any:
     """Shard each layer of `model`, then the rest, by `fully_shard`; return the same model.
 
-    `opacus_high_precision_layers` keep the default dtype, whatever `mp_policy` says.
+    `opacus_high_precision_layers` keep the default dtype.
     """
     policy = mp_policy or MixedPrecisionPolicy()
     precise = MixedPrecisionPolicy(param_dtype=torch.get_default_dtype())
@@ -29,7 +29,7 @@ def FSDP2Wrapper(
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules with parameters of their own; attention also uses those of its parts, so it stays whole."""
+    """Yield modules with parameters of their own; attention uses those of its parts, so it stays whole."""
     if any(True for _ in module.parameters(recurse=False)):
         yield module
     if not isinstance(module, nn.MultiheadAttention):

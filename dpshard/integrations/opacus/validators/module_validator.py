@@ -13,10 +13,7 @@ from dpshard.replacements import replace_unsupported
 
 
 class ModuleValidator:
-    """Find layers that mix samples, and replace them in a copy of the model.
-
-    Functions without an exact per-sample gradient raise when the model runs.
-    """
+    """Find layers that mix samples, and replace them in a copy of the model."""
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedParameterError]:
@@ -44,8 +41,7 @@ class ModuleValidator:
     def fix(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
         """Return a copy of `module` with such layers replaced; make the optimizer from its parameters.
 
-        With `replace_bn_with_in`, BatchNorm becomes InstanceNorm without running statistics, not GroupNorm; this does
-        not work for inputs [B, C].
+        `replace_bn_with_in`: BatchNorm becomes InstanceNorm, not for inputs [B, C].
         """
         fixed = copy.deepcopy(module)
         if replace_bn_with_in:
