@@ -98,8 +98,7 @@ class PrivacyEngine:
             BandMF. All but "poisson" need an int as batch_size; the last two need fixed thresholds.
         noise_correlation: A `BandedInverse` or `BandMF`: noise that partly cancels over the steps. Needs fixed
             thresholds and a sampling other than "poisson".
-        verify: Compare a few samples with plain autograd before the first micro-batch, at steps 1, 2, 4, ..., and after
-            a change.
+        verify: Compare samples with plain autograd at the first micro-batch, at steps 1, 2, 4, ..., and after a change.
         on_budget: "raise" BudgetExceededError before a step that would exceed target_epsilon, or "continue" with a
             warning.
         earlier: Earlier releases about the same samples, `((Release, count), ...)`, which epsilon and calibration
@@ -263,8 +262,8 @@ class PrivacyEngine:
         """Return figures of the last logical batch, over all ranks. NOT private: epsilon does not cover them.
 
         Keys: loss (after `record_loss`), realised_batch_size, nonfinite_samples (dropped), clip_fraction,
-        clipped_sum_norm, grad_norm/GROUP (mean), grad_norm_max/GROUP, and gradient_snr: norm of the clipped sum over
-        the expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
+        clipped_sum_norm, grad_norm/GROUP (mean), grad_norm_max/GROUP, gradient_snr. The last is |clipped sum| over the
+        expected norm of the noise (Anil et al. 2021, Sec. 5.2.1).
         """
         return self._metrics.summary()
 
@@ -300,7 +299,7 @@ class PrivacyEngine:
         batches; steps beyond the plan exceed `target_epsilon`. DataLoader defines the other arguments.
 
         Raises DataError for a data set that is empty, not map-style, or not of `sample_size`. With
-        sampling="fixed-order", `dataset` may be an IterableDataset, whole on every rank: each epoch yields the same
+        sampling="fixed-order", `dataset` may be an IterableDataset, whole on every rank. Each epoch yields the same
         `sample_size` different samples in one order. num_workers is then at most 1.
         """
         K = self.mechanism.rows_per_unit

@@ -34,7 +34,7 @@ SECRET_BYTES = 32
 
 
 def new_run_secret() -> bytes:
-    """Return 32 fresh bytes from the operating system; whoever has them can subtract the noise."""
+    """Return 32 fresh bytes from the operating system; they reveal the noise."""
     return os.urandom(SECRET_BYTES)
 
 

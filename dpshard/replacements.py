@@ -16,9 +16,9 @@ _GROUPS = 32
 def replace_unsupported(model: nn.Module) -> dict[str, str]:
     """Replace, in place, the layers of `model` that mix samples or write data into buffers; call it before the engine.
 
-    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of two or more channels; BatchNorm1d, whose
-      input may be [B, C], one group. Eps and parameter objects stay, running statistics go: a trained model needs
-      further training.
+    - BatchNorm and SyncBatchNorm become GroupNorm, with at most 32 groups of two or more channels.
+      BatchNorm1d, whose input may be [B, C], becomes one group. Eps and parameter objects stay, running statistics go:
+      a trained model needs further training.
     - InstanceNorm stops tracking running statistics.
     - Sparse Embedding and EmbeddingBag get dense gradients, because noise reaches every row.
 

@@ -78,8 +78,8 @@ class Checkpointer:
             DTensors.
 
     Raises:
-        ConfigurationError: if `keep` is below 1, an object has no state, or DeepSpeed steps with another optimizer or
-            offloads a part of it.
+        ConfigurationError: if `keep` < 1, an object has no state, or DeepSpeed steps with another or offloaded
+            optimizer.
     """
 
     def __init__(
@@ -131,9 +131,9 @@ class Checkpointer:
         """Go back to the newest sound checkpoint; return False without one.
 
         Releases of later steps are counted from the journal, else pass `released`, the total number of released steps.
-        Repeating a step with the same sums costs nothing more. Raises CheckpointError, before anything changes, if all
-        checkpoints are damaged, or the newest sound one is of another mechanism, model or optimizer. Raises
-        LogicalBatchError in the middle of a logical batch.
+        Repeating a step with the same sums costs nothing more. Raises CheckpointError, and changes nothing, if all are
+        damaged, or the newest sound one is of another mechanism, model or optimizer. Raises LogicalBatchError in the
+        middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()

@@ -53,7 +53,7 @@ class Facts:
         }
 
     def load_state_dict(self, saved: dict[str, Any], step: int, *, before: int = 0) -> None:
-        """Store the facts of a loaded state; warn if they differ, or if the engine was later in the run `before`."""
+        """Store a loaded state's facts; warn if they differ, or the engine was at a later step `before`."""
         if step < before:
             warnings.warn(
                 f"This engine was at step {before} of the run, and the state is of step {step}: releases of later "

@@ -2,10 +2,9 @@
 
 [Note: What private scores cost]
 A score is the number of right answers on M validation samples plus Gaussian noise, over M. One sample moves the number
-by at most 1. K scores, each with noise of standard deviation sqrt(K) sigma, compose exactly to one Gaussian release of
-sigma, also if later weights depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. What is chosen by
-scores costs a training sample what the run costs, and a validation sample what the scores cost. A person with samples
-in both pays both: then `earlier` is a part of the run.
+by at most 1. K scores, each with noise sqrt(K) sigma, compose exactly to one Gaussian release of sigma. Later weights
+may depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a
+validation sample for the scores. A person with samples in both pays both: then `earlier` is a part of the run.
 
 Two scores of one step would be two releases, and their mean has less noise. So a score is drawn under a lock on the
 file, after a look at what it holds. Ranks need not share a disk, so only rank 0 draws.

@@ -24,7 +24,7 @@ class AdamBC(Optimizer):
     """DP-AdamBC, Tang et al. 2023, arXiv:2312.14334, Alg. 1, with decoupled weight decay.
 
     n <- beta2 n + (1 - beta2) s^2, with the noise s of this step's gradient. p <- (1 - lr decay) p - lr m' /
-    sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t, and m, v are as in Adam. At a constant batch size n' =
+    sqrt(max(v' - n', floor)), where ' divides by 1 - beta^t. m and v are Adam's. At a constant batch size n' =
     s^2, as in the paper. `step` calls `noise_std()`: pass `lambda: engine.gradient_noise_std`. Tune `floor`, because v'
     - n' may be negative.
     """

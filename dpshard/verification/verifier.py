@@ -2,8 +2,8 @@
 
 [Note: When]
 At the first forward on every kind of input, and with more samples than before, up to 4. At steps 1, 2, 4, 8, ..., on a
-micro-batch that the run's key draws. At first changes of an attribute or buffer, a new longest length, the first labels
-below 0 or positions beyond the length.
+micro-batch that the run's key draws. And at the first change of an attribute, new longest length, label below 0, or
+position beyond the length.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: What is watched]
 Attributes, buffers, sub-modules and hooks of every module, and contents of collections and objects among them. A float
-changes its kind at every power of two, so verifications per attribute grow with the logarithm of the steps. Flags and
-strings have separate limits.
+changes its kind at powers of two, so verifications grow with the logarithm of the steps. Flags and strings have
+separate limits.
 """
 
 from __future__ import annotations

@@ -72,8 +72,8 @@ class PrivacyEngine:
 
         `noise_multiplier`: noise standard deviation over the sensitivity. `max_grad_norm`: L2 clipping norm of a
         sample; with clipping="per_layer" a list of one equal norm per parameter. `wrap_model` and `rand_on_empty` have
-        no effect. With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"),
-        and epsilon is that of this sampling; it needs accountant="prv".
+        no effect. With `poisson_sampling=False` every sample is in one random batch of each epoch ("balls-in-bins"), as
+        epsilon takes into account. It needs accountant="prv".
 
         Raises ConfigurationError for settings that cannot be accounted (batch_first=False, a noise_generator, adaptive
         clipping); EngineInUseError on a second call.
