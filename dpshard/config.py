@@ -265,7 +265,7 @@ def require_delta(target_delta: float, sample_size: int) -> None:
 def require_choices(
     accountant: Any, loss_reduction: Any, on_budget: Any, secure_mode: Any, noise: Any, verify: Any
 ) -> None:
-    """Raise ConfigurationError for unknown settings of the engine."""
+    """Raise ConfigurationError unless the engine has these settings."""
     require_choice("accountant", accountant, get_args(AccountantName))
     require_choice("loss_reduction", loss_reduction, get_args(LossReduction))
     require_choice("on_budget", on_budget, ("raise", "continue"))
