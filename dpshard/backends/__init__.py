@@ -1,10 +1,9 @@
-"""Back-ends: where parameters, gradients and noise live: one process, DDP, FSDP2 or ZeRO.
+"""Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
-A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (communicator.py, sharding.py,
-roles.py). Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py). Ranks with parts of one
-model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py, stages.py, stage_sums.py, stage_shards.py;
-model_parallel.py refuses all others.
-May import `clipping`, `noise` and below. Not for users. Begin with `backend.py`.
+A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (roles.py). Noise meets a rank's
+shards in grad_store.py. Ranks with parts of one model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py,
+stages.py, stage_sums.py, stage_shards.py; model_parallel.py refuses all others. May import `clipping`, `noise` and
+below.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ __all__ = ["Backend", "choose", "require_one_training"]
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
     """Return the back-end for the wrapper of `model`; group and parts declare a model on several ranks.
 
-    Raises ConfigurationError for unsupported wrappers, and for ranks that share no data, see PrivacyEngine.
+    Raises ConfigurationError for unsupported wrappers, and for ranks that share no data.
     """
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()

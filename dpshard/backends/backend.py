@@ -1,4 +1,4 @@
-"""A back-end: four objects that adapt the engine to one way of distributing a model."""
+"""A back-end adapts the engine to one way of distributing a model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Backend:
     reduction: Reduction
     gradients: GradientStore
     data: Communicator | None = None
-    """The ranks that share the data; None if these are all ranks."""
+    """The ranks that share the data, if not all."""
     grid: Grid | ExpertRanks | None = None
     """How data ranks and ranks of one model cross; None if every rank holds the whole model."""
 
@@ -44,7 +44,7 @@ class Backend:
 
     @property
     def counting_ranks(self) -> Communicator:
-        """The ranks whose figures add up: the ranks of one model have the same ones, but stages have their own."""
+        """The ranks whose figures add up: ranks of one model have the same ones, but stages have their own."""
         return self.data_ranks if self.stages is None else self.communicator
 
     @property
@@ -58,12 +58,12 @@ class Backend:
         return self.sharding.parts if isinstance(self.sharding.parts, Stages) else None
 
     def partition(self, style: str | Sequence[Sequence[str]], max_grad_norm: float) -> tuple[ClippingGroup, ...]:
-        """Return the clipping groups of the whole model; see clipping.groups."""
+        """Return the clipping groups of the whole model."""
         form = partition if self.stages is None else self.stages.partition
         return form(self.sharding.core, style, list(self.sharding.parameters), max_grad_norm)
 
     def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
-        """Return the groups with the parameters of this rank, and the numbers of those that span stages."""
+        """Return the groups with this rank's parameters, and the numbers of those that span stages."""
         if self.stages is None:
             return tuple(groups), frozenset()
         held = self.sharding.parameters
@@ -87,13 +87,10 @@ class Backend:
     ) -> tuple[list[int], list[int]]:
         """Sum over ranks what backward left unsummed; called once per logical batch, before the noise.
 
-        Args:
-            broken: True if the logical batch is broken on this rank.
-            doubts_F: Further objections of this rank to the release, int64, 0 for none.
-            digest: Takes the shards of this rank; returns their contribution to the digest of the sums, int64 [L].
-
-        Returns `broken` and the largest doubts of all ranks; and the digest, or [] if there is any objection. Raises
-        LogicalBatchError, on all ranks, if a sum was changed after backward.
+        `broken`: the logical batch is broken on this rank. `doubts_F`: its further objections, int64, 0 for none.
+        `digest` returns its shards' contribution to the digest of the sums, int64 [L]. Returns `broken` and the largest
+        doubts of all ranks; and the digest, or [] with objections. Raises LogicalBatchError, on all ranks, if a sum was
+        changed after backward.
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
@@ -144,6 +141,6 @@ class Backend:
             raise
 
     def detach(self) -> None:
-        """Remove all hooks from the model, its parameters, and the sharding framework."""
+        """Remove all hooks."""
         self.reduction.detach()
         self.sharding.detach()

@@ -8,7 +8,7 @@ import torch
 
 
 class BackwardPasses:
-    """The backward passes that deliver clipped sums, one at a time."""
+    """The backward passes that deliver clipped sums."""
 
     def __init__(self) -> None:
         self.failed = False

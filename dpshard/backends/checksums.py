@@ -1,4 +1,4 @@
-"""Checksums of gradient bits, in few operations for speed."""
+"""Checksums of gradient bits, in few operations."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from dpshard.kernels import native
 from dpshard.records import as_real, checksum
 
 _SMALL = 2**14
-"""Largest tensor that is batched with others, in elements."""
+"""Elements of the largest tensor that is batched with others."""
 _TOGETHER = 2**20
-"""Largest batch, in elements."""
+"""Elements of the largest batch."""
 _MOST_KEPT = 1024
-"""Size of the cache of `_ends`."""
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
-    """Return the names of `tensors` (at least one) and their checksums, int64 [N], on the device of the first.
+    """Return the names of `tensors` and their checksums, int64 [N], on the device of the first.
 
     Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
     order.
@@ -45,7 +44,6 @@ def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
 
 
 def _batches(tensors: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    """Yield batches of small tensors of one device and dtype, and other tensors singly."""
     open_batches: dict[tuple[torch.device, torch.dtype], tuple[list[str], int]] = {}
     for name, x in tensors.items():
         if not _is_small(x):
@@ -81,8 +79,7 @@ _kept_ends: dict[Any, Tensor] = {}  # not lru_cache: dynamo warns about it
 
 
 def _ends(lengths: tuple[int, ...], first: int, like: Tensor) -> Tensor:
-    """Return `first`, then the end of each of these consecutive stretches, on the device of `like`."""
-    if type(like) is not Tensor:  # a FakeTensor without values must not serve real tensors later, nor the reverse
+    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
         return _count_ends(lengths, first, like.device)
     key = lengths, first, like.device
     if key not in _kept_ends:  # copying these numbers to an accelerator stalls

@@ -16,9 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 class Watch(TorchDispatchMode):
     """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
 
-    Leaves out operators that talk among the ranks of a `known` group, or compute on DTensors of its mesh. Without a
-    mesh, a mesh of the group's ranks counts. If these ranks have samples of their own (`rows_only`), they may send each
-    other whole numbers and rows. Routing follows the rows.
+    Leaves out operators among the ranks of a `known` group, or on DTensors of its mesh, by default one of its ranks.
+    `rows_only`: these ranks have samples of their own, and may send each other only whole numbers and rows.
     """
 
     supports_higher_order_operators = True

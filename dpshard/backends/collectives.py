@@ -17,7 +17,7 @@ from dpshard.errors import BatchLayoutError
 PATIENCE = 300.0
 """Seconds for which a rank waits for the others before it raises."""
 
-# torch 2.13 renamed it and warns about the old name; older versions lack the new one.
+# torch 2.13 renamed it and warns about the old name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -27,8 +27,7 @@ _meetings: Counter[str] = Counter()  # of groups, by their ranks
 def meet_for_probe(group: dist.ProcessGroup) -> None:
     """Wait for all ranks of `group` to begin the forwards of a probe.
 
-    If they do not come, raises BatchLayoutError. Only this rank met something new, and would gather parameters during
-    the others' forwards.
+    Raises BatchLayoutError if they do not: this rank would gather parameters during their forwards.
     """
     store = dist.distributed_c10d._get_default_store()
     ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()

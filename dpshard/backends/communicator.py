@@ -17,8 +17,8 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call `broadcast`, `all_gather`, `mismatches` and `meet` in one order, with tensors on `device`. `group` is
-    called late, because it creates the process group of a hybrid-sharded mesh.
+    All ranks call its methods in one order, with tensors on `device`. `group` is called late, because it creates the
+    process group of a hybrid-sharded mesh.
     """
 
     def __init__(
@@ -28,7 +28,6 @@ class Communicator:
         device: torch.device | None = None,
     ) -> None:
         self.world_size = world_size
-        """Number of ranks."""
         self._find_group, self._device = group, device
 
     @functools.cached_property
@@ -62,7 +61,7 @@ class Communicator:
         return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
-        """Return the names of the facts (plain values) that differ between ranks; all pass the same names."""
+        """Return the names of the facts (plain values) that differ between ranks."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))
@@ -70,11 +69,11 @@ class Communicator:
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
     def meet(self) -> None:
-        """Wait until all ranks are about to probe the model; BatchLayoutError if they do not come."""
+        """Wait until all ranks are about to probe the model; raise BatchLayoutError if they do not come."""
         if self.group is not None:
             meet_for_probe(self.group)
 
 
 def all_ranks(device: torch.device) -> Communicator:
-    """Return a communicator of all ranks of the default group."""
+    """Return a communicator of the default group."""
     return Communicator(dist.get_world_size(), lambda: dist.group.WORLD, device)

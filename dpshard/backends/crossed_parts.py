@@ -1,11 +1,10 @@
 """Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
 
-[Note: Parts of terms]
-The ranks of one model are a grid: C groups of T. Each group holds the model in parts (DTensors of parallelize_module),
-and has a part of every sequence. So a rank's record is a term of a part of the sample's gradient. Tensor parallelism
-makes it a part, context parallelism a term. Terms over T, of normalisation under SequenceParallel, are added first.
-Then a reduce-scatter over C adds the terms, and leaves each rank a slice of its part. Squares of slices add up over C.
-Over T they add up for parts; the first rank counts what all T hold.
+[Note: Parts of terms] The ranks of one model are a grid: C groups of T. Each group holds the model in parts (DTensors),
+and has a part of every sequence. So a rank's record is a term of a part of the sample's gradient. Terms over T, of
+normalisation under SequenceParallel, are added first. Then a reduce-scatter over C adds the terms, and leaves each rank
+a slice of its part. Squares of slices add up over C. Over T they add up for parts; the first rank counts what all T
+hold.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ def placed_parts(
     parameters: Mapping[str, Tensor],
     declared: DeclaredParts | None,
 ) -> ModelParts:
-    """Return the parts of a model of DTensors on `mesh`; the user may declare more. `cut`: see ModelParts.
+    """Return the parts of a model of DTensors on `mesh`. `cut`: see ModelParts.
 
-    Raises ConfigurationError unless these are terms of all `parameters`, over other ranks.
+    Raises ConfigurationError unless the user declares only terms of all `parameters`, over other ranks.
     """
     if declared is None:
         return ModelParts(mesh.get_group(), device, cut, mesh=mesh)
@@ -44,7 +43,7 @@ def placed_parts(
 
 
 class PartsOfTerms(ModelParts):
-    """The ranks of `mesh`, which hold a model in parts, and those of `terms`, which have parts of its samples."""
+    """The ranks of `mesh`, with parts of a model, and those of `terms`, with parts of its samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, cut: Mapping[str, int], terms: ModelParts) -> None:
         super().__init__(mesh.get_group(), device, cut, mesh=mesh)
@@ -67,7 +66,7 @@ class PartsOfTerms(ModelParts):
 
     @property
     def facts(self) -> str:
-        """The declarations that all ranks must share."""
+        """See ModelParts."""
         return super().facts + self._terms.facts
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:

@@ -1,10 +1,9 @@
-"""DistributedDataParallel: every rank holds the whole model, gradients are averaged over ranks as they arrive.
+"""DistributedDataParallel: every rank holds the whole model, gradients are averaged as they arrive.
 
-[Note: Reduced or not]
-DDP decides in its own forward whether the next backward reduces. A script may bypass it (`model.module(x)`), call
-`no_sync()` around the last micro-batch, or run backward one micro-batch late. Then `.grad` holds one rank's sums, W
-times too large for the noise, and the reducer does not report it. Reduced sums are bitwise equal on all ranks, or
-replicas would drift apart in ordinary training. So ranks compare the digests of their sums before the noise.
+[Note: Reduced or not] DDP decides in its own forward whether the next backward reduces. A script may bypass it
+(`model.module(x)`), call `no_sync()` around the last micro-batch, or run backward late. Then `.grad` holds one rank's
+sums, W times too large for the noise. Reduced sums are bitwise equal on all ranks, so ranks compare the digests of
+their sums before the noise.
 """
 
 from __future__ import annotations
@@ -51,8 +50,6 @@ def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None =
 
 
 class _Replicated(Unsharded):
-    """Whole parameters, whose gradients autograd brings to the reducer."""
-
     accumulates = True
 
 
@@ -72,7 +69,7 @@ class DDPReduction:
         """Return gradients such that their mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # A pass ends by recording all gradients as the reducer's results, so check all before the first sum.
+        # The end of a pass records all gradients as the reducer's, so check all before the first sum.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, self._store.whole_sum(name, take(name))) for name in names]
 
@@ -109,7 +106,7 @@ class DDPReduction:
         return last or self._has_experts
 
     def fault(self) -> DpshardError | None:
-        """Return the store's error if gradients were changed."""
+        """See Reduction."""
         return self._store.fault()
 
     @property
@@ -135,7 +132,7 @@ class DDPReduction:
             add(self._store.wide_sums, name, total)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the first rank; LogicalBatchError if others differ."""
+        """Return the digest of the first rank; raise LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "DistributedDataParallel did not reduce the clipped sums of this logical batch: they differ between "

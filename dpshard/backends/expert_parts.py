@@ -1,13 +1,10 @@
 """Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
-[Note: Rows of other ranks' samples]
-Each of W ranks has B samples. An expert meets rows of all W * B. Its records, norms and factors are of all of them;
-those of other parameters are of the rank's own B. Squared norms add up over the ranks, because the gradient of a sample
-has other elements on each. So all ranks get the same norms [W * B], and the same factors. The sum of an expert's
-clipped gradients is complete on its rank: nothing is reduced. The sums of other parameters are reduced over the ranks,
-as those of replicas.
-
-Rows that leave a rank get the numbers of their samples plus (rank + 1) * B. So no function takes them for own rows.
+[Note: Rows of other ranks' samples] Each of W ranks has B samples. An expert meets rows of all W * B, and its records,
+norms and factors are of all; those of other parameters are of the rank's own B. Squared norms add up over the ranks,
+because a sample's gradient has other elements on each. So all ranks get the same norms and factors [W * B]. An expert's
+clipped sum is complete on its rank; other sums are reduced over the ranks. Rows that leave a rank get the numbers of
+their samples plus (rank + 1) * B: no function must take them for own rows.
 """
 
 from __future__ import annotations
@@ -28,13 +25,13 @@ def are_experts(declared: DeclaredParts) -> bool:
 
 
 class ExpertParts(ModelParts):
-    """The ranks that hold experts, which are the ranks that share the data."""
+    """The ranks that hold experts, which also share the data."""
 
     of_samples = True
 
     @classmethod
     def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ExpertParts:
-        """Return the parts that a user declares: 0 for the parameters of experts, "samples" for all others."""
+        """Return the declared parts: 0 for the parameters of experts, "samples" for all others."""
         group, kinds = declared
         if wrong := [kind for kind in kinds.values() if kind not in (0, SAMPLES) or isinstance(kind, bool)]:
             raise ConfigurationError(
@@ -53,13 +50,13 @@ class ExpertParts(ModelParts):
 
     @property
     def in_terms(self) -> bool:
-        """True: a rank does not see all samples, so only engine.batches gives all ranks equally many."""
+        """True: only engine.batches gives all ranks equally many samples."""
         return True
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
         """Do nothing: each rank has inputs of its own."""
 
-    # --- numbers of samples ----------------------------------------------------------------------------------------
+    # --- numbers of samples
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
         """See Parts: both are of this rank's elements, or samples, alone."""
@@ -79,7 +76,7 @@ class ExpertParts(ModelParts):
         """See Parts."""
         return self.gather(x_B).view(-1)
 
-    # --- rows --------------------------------------------------------------------------------------------------------
+    # --- rows
 
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
@@ -113,7 +110,7 @@ class ExpertParts(ModelParts):
 
 
 class ExpertRanks:
-    """All ranks; they share the data, and hold experts of their own. Raises ConfigurationError for other groups."""
+    """All ranks, which share the data and hold own experts; ConfigurationError for other groups."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         ranks = torch.distributed.get_process_group_ranks

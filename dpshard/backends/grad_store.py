@@ -39,7 +39,7 @@ class GradShards(Protocol):
         ...
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put this rank's part of a gradient in `.grad`."""
+        """Put this rank's part in `.grad`."""
         ...
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
@@ -47,15 +47,14 @@ class GradShards(Protocol):
         ...
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over different shards."""
+        """Return the sum over different shards."""
         ...
 
 
 class DotGradStore:
     """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
-    Micro-batches must not accumulate in half precision. There `.grad` holds zeros, so that the guard notices dropped or
-    changed gradients.
+    There `.grad` holds zeros, which show the guard dropped or changed gradients.
     """
 
     def __init__(self, sharding: GradShards) -> None:
@@ -63,15 +62,15 @@ class DotGradStore:
         self.wide_sums: dict[str, Tensor] = {}
         """Float32 sums, summed over ranks."""
         self.unreduced: dict[str, Tensor] = {}
-        """Sums of this rank's samples only; a Reduction reduces them later."""
+        """Sums of this rank's samples; a Reduction reduces them later."""
         self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
-        self._totals: dict[str, tuple[Tensor, SumShard]] = {}  # what was digested, until it is released
+        self._totals: dict[str, tuple[Tensor, SumShard]] = {}  # digested, but not released
         self._places: dict[str, tuple[torch.Size, Place]] = {}
 
-    # --- during backward --------------------------------------------------------------------------------------------
+    # --- during backward
 
     def whole_sum(self, name: str, total: Tensor | None) -> Tensor | None:
-        """Return the whole of a clipped sum, if this is a slice (see GroupTape.take)."""
+        """Return the whole of a clipped sum, given perhaps a slice."""
         parts = self._sharding.parts
         return total if parts is None else parts.whole_sum(name, total, self._parameters[name])
 
@@ -86,7 +85,7 @@ class DotGradStore:
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_sums(self, names: Iterable[str], take: Take) -> None:
-        """Take whole sums, and add them to `.grad` past autograd, whose hooks would record each by itself."""
+        """Add whole sums to `.grad` past autograd, whose hooks would record each by itself."""
         parameters, local, added = self._parameters, self._sharding.local, []
         in_parts = self._sharding.parts is not None
         for name in names:
@@ -113,9 +112,9 @@ class DotGradStore:
         self._guard.note_all(added)
 
     def add_shard(self, name: str, shard: Tensor) -> None:
-        """Add this rank's part of a sum, a complex one as real pairs."""
+        """Add this rank's part of a sum, as real pairs if complex."""
         parameter = self._parameters[name]
-        if not parameter.requires_grad:  # frozen since
+        if not parameter.requires_grad:
             return
         shard = shard.to(self._sharding.local(parameter).device)
         if parameter.dtype in WIDE:
@@ -139,12 +138,12 @@ class DotGradStore:
             self._sharding.assign(parameter, torch.zeros_like(self._sharding.local(parameter)))
             self._guard.note(name)
 
-    # --- between backward and the noise -----------------------------------------------------------------------------
+    # --- between backward and the noise
 
     def begins(self, ended: Callable[[], object]) -> bool:
         """Return True if a backward pass begins with this call; `ended` is called at its end.
 
-        Raises LogicalBatchError if the bits of a gradient have changed since the previous pass.
+        Raises LogicalBatchError if a gradient's bits have changed since the previous pass.
         """
         begins = self.passes.begins(ended)
         if begins:
@@ -154,7 +153,7 @@ class DotGradStore:
         return begins
 
     def compare_bits(self) -> None:
-        """Raise LogicalBatchError if the bits of a gradient have changed; keep all sums."""
+        """Raise LogicalBatchError if a gradient's bits have changed; keep all sums."""
         with torch.no_grad():
             self._guard.compare_bits()
 
@@ -186,7 +185,7 @@ class DotGradStore:
         try:
             yield
         except LogicalBatchError:
-            self.forget()  # the sums are lost; zero_grad() lets the script start afresh
+            self.forget()  # zero_grad() lets the script start afresh
             raise
 
     def refuse_stale(self) -> None:
@@ -199,7 +198,7 @@ class DotGradStore:
                     f"before making the engine, or call model.zero_grad()."
                 )
 
-    # --- noise ------------------------------------------------------------------------------------------------------
+    # --- noise
 
     def shards(self) -> list[SumShard]:
         """See GradientStore."""
@@ -208,7 +207,7 @@ class DotGradStore:
         return [shard for _, shard in self._totals.values()]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Replace `.grad` by the private gradients; see GradientStore."""
+        """See GradientStore."""
         local, assign = self._sharding.local, self._sharding.assign
         with torch.no_grad():
             shards = [shard for _, shard in self._totals.values()] or self.shards()
@@ -223,7 +222,6 @@ class DotGradStore:
         return self._sharding.over_shards(norm_sq).sqrt()
 
     def _released(self, shards: Sequence[SumShard], release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Release shards; return their squared norm over the ranks of the model."""
         parts = self._sharding.parts
         if parts is None:
             return release_(shards).square()
@@ -231,10 +229,10 @@ class DotGradStore:
         return parts.over_shards(*(release_(some).square().to(parts.device) for some in (cut, same)))
 
     def _find_totals(self) -> dict[str, tuple[Tensor, SumShard]]:
-        """Return this rank's part of the sums, in float32 or wider, and as shards; zeros where no gradient arrived.
+        """Return this rank's part of the sums, in float32 or wider, and as shards; zeros without a gradient.
 
-        Shards of complex sums are real pairs: both parts get independent noise. Omits a parameter that was frozen
-        meanwhile and has no gradient, because its optimizer would move it.
+        Shards of complex sums are real pairs: both parts get independent noise. Omits frozen parameters without a
+        gradient, because their optimizer would move them.
         """
         local, wide_sums, unreduced = self._sharding.local, self.wide_sums, self.unreduced
         found: dict[str, tuple[Tensor, SumShard]] = {}
@@ -249,7 +247,6 @@ class DotGradStore:
                 shard = local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
             total, shape = wide(total), parameter.shape
-            # The place of a shard is found again only for another shape.
             kept = self._places.get(name)
             if kept is None or kept[0] != shape:
                 kept = self._places[name] = shape, self._sharding.place(name)
@@ -265,11 +262,11 @@ class DotGradStore:
         """Do nothing: optimizers read `.grad`."""
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole `.grad`; see GradientStore."""
+        """See GradientStore."""
         gradient = self._parameters[name].grad
         return None if gradient is None else self._sharding.unshard(name, gradient)
 
-    # --- start and end ----------------------------------------------------------------------------------------------
+    # --- start and end
 
     def drop(self) -> None:
         """Drop all sums and all `.grad`."""
@@ -296,11 +293,11 @@ def _references() -> int:
 
 
 _ALONE = _references()
-"""References to a local variable that nothing else holds; versions of Python differ."""
+"""References to a local variable; versions of Python differ."""
 
 
 def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
-    """Return True if a sum, as it is, can be the gradient of a parameter, and torch holds it once."""
+    """Return True if a sum can be the gradient as it is, and torch holds it once."""
     return (
         total.dtype is parameter.dtype
         and getattr(total, "_use_count")() == 1  # noqa: B009 - not among the stubs

@@ -14,7 +14,7 @@ from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
 class Grid:
-    """All ranks, as data ranks times model ranks. Raises ConfigurationError if they are not a grid of all ranks."""
+    """All ranks, as data ranks times model ranks; ConfigurationError if they are no such grid."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         self._parts = parts
@@ -36,12 +36,11 @@ class Grid:
 
 
 def _differ(x: Tensor) -> bool:
-    """Return True if figures of the last dimension differ."""
     return bool((x != x[..., :1]).any())
 
 
 def _first(digests: Tensor) -> Tensor:
-    """Return the digests [..., L] that all ranks [..., ranks, L] have; LogicalBatchError if they differ."""
+    """Return the digests [..., L] that all ranks [..., ranks, L] have; raise LogicalBatchError if they differ."""
     if _differ(digests.transpose(-1, -2)):
         raise LogicalBatchError(
             "The clipped sums of parameters that every rank of one model holds whole differ between these ranks. "
@@ -54,12 +53,12 @@ def _first(digests: Tensor) -> Tensor:
 
 
 def sizes_of(data: Communicator, parts: ModelParts) -> tuple[int, ...]:
-    """Return the sizes of a grid: those of the data ranks, then of the model's, the outermost first."""
+    """Return the sizes of a grid: those of the data ranks, then of the model's, outermost first."""
     return data.world_size, *(axis.size for axis in parts.axes)
 
 
 def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
-    """Return the sizes of the grid, and all ranks in its order; the ranks find it together.
+    """Return the sizes of the grid, and all ranks in its order; a collective.
 
     Raises ConfigurationError without such a grid.
     """
@@ -74,7 +73,7 @@ def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> 
     groups = [of_data, *(dist.get_process_group_ranks(axis.group) for axis in parts.axes)]
     own, n = [data.rank, *(axis.rank for axis in parts.axes)], len(groups)
     places = everyone.all_gather(torch.tensor([*own, *map(min, groups)], device="cpu")).cpu().tolist()
-    # Ranks of one group differ in nothing but their place in it.
+    # Ranks of one group differ only in their place in it.
     straight = len({tuple(place[:n]) for place in places}) == len(places) and all(
         len({place[other] for place in places if place[n + axis] == group}) == 1
         for axis in range(n)

@@ -1,23 +1,16 @@
 """Refuses changes of clipped sums between the anchor and the noise.
 
-[Note: Guarding the gradients]
-Between an anchor and the noise a clipped sum lies in `.grad`, where any code may change it. So
-- a hook on every parameter accepts only the tensor object that its anchor returned. (Autograd passes a sum of several
-  paths as another tensor.) Without a reducer an anchor returns none: its sums go to `.grad` past autograd.
-- the code that adds a sum records `.grad` and its version: the store, or a second hook where autograd adds it. The end
-of the
-  backward pass records a checksum of its bits. All three must be unchanged before more gradients or noise are added. A
-  change (clip_grad_norm_, unscaling, zero_grad, a foreign optimizer) would alter the accounted sum, or use it without
-  noise. The version reveals writes that change no bit (zero_() on zeros). The checksum reveals writes that torch does
-  not count: through `.data`, and by torch._foreach_* on shards.
-- checksums of all gradients are compared at once, at the first anchor of the next pass and before the noise. On an
-  accelerator only the release reads the result, because reading in backward would stall. If modules have backward
-  hooks, foreign code runs within the pass. Then each gradient gets a checksum as it arrives, and each anchor compares.
-  (A write through `.data` by a tensor hook within the pass is not detected.)
-- the store keeps the tensors whose bits were digested, and releases these, whatever lies in `.grad` by then.
-- foreign hooks on a parameter are refused, because they see and change gradients before the noise. So is the loss of
-  an own hook.
-Only the sums of a failed backward pass may be dropped: they are incomplete anyway.
+[Note: Guarding the gradients] Any code may change a clipped sum in `.grad`. So
+- a hook on every parameter accepts only the tensor object that its anchor returned;
+- the code that adds a sum records `.grad` and its version. The end of backward records a checksum of its bits. All must
+be unchanged before more gradients or noise are added. The version reveals writes that change no bit (zero_() on zeros),
+the checksum writes that torch does not count: through `.data`, and by torch._foreach_* on shards;
+- checksums are compared at the first anchor of the next pass, and before the noise. On an accelerator only the release
+reads the result, because reading would stall. If modules have backward hooks, each gradient gets a checksum as it
+arrives, and each anchor compares. A tensor hook's write through `.data` within the pass is not detected;
+- the store releases the tensors whose bits were digested, whatever lies in `.grad` by then;
+- foreign hooks on a parameter, and the loss of an own one, are refused.
+Only the sums of a failed backward pass, which are incomplete, may be dropped.
 """
 
 from __future__ import annotations
@@ -40,9 +33,8 @@ from dpshard.records.host import is_at_hand
 class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
-    `local` returns this rank's part of a gradient. `accumulated` gets the name of a parameter after autograd has added
-    to its gradient; None if it never does. `training`: the model is in training mode. `hooked`: module hooks run in
-    backward.
+    `local` returns this rank's part. `accumulated` gets a parameter's name after autograd added to its gradient, if it
+    does. `training`: the model is in training mode. `hooked`: module hooks run in backward.
     """
 
     def __init__(
@@ -60,15 +52,15 @@ class Guard:
         self._at_once = False  # foreign code runs within the backward pass
         self._watching = True
         self.other_cause = ""
-        """What else may throw sums away, as sentences for the user."""
+        """What else may throw sums away, for the user."""
         # Not an address: another gradient may reuse that of one that never arrived.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
-        self._unsealed: dict[str, None] = {}  # noted in the current backward pass, without a checksum yet
-        self._sealing = -1  # number of that pass
+        self._unsealed: dict[str, None] = {}  # noted in this backward pass, without a checksum
+        self._sealing = -1
         # A compiled function may call backward; dynamo would trace the callback.
         self._seal_later: Any = torch.compiler.disable(self._seal)
-        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which of them changed; not read yet
+        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which changed; not read yet
         self._handles: list[RemovableHandle] = []
         self._own: dict[str, tuple[int, tuple[int, ...]]] = {}  # numbers of the hooks before and after it adds
         for name, p in parameters.items():
@@ -79,7 +71,7 @@ class Guard:
                 self._own[name] = own.id, (after.id,)
                 self._handles.append(after)
 
-    # --- during backward --------------------------------------------------------------------------------------------
+    # --- during backward
 
     def watch(self, name: str, tensor: Tensor) -> RemovableHandle:
         """Accept only the expected gradient at `tensor`: the parameter, or its unsharded form."""
@@ -118,7 +110,7 @@ class Guard:
         finally:
             self._watching = before
 
-    # --- between backward and the noise -----------------------------------------------------------------------------
+    # --- between backward and the noise
 
     def note(self, name: str) -> None:
         """Record the present `.grad`."""
@@ -155,7 +147,6 @@ class Guard:
         return {name: x if type(x) is Tensor else local(x) for name, x in some.items()}
 
     def _versions(self, gradient: Tensor) -> tuple[int, int]:
-        """Return the versions of a gradient, and of this rank's part of it; a plain tensor is its own part."""
         version = gradient._version
         return version, version if type(gradient) is Tensor else self._local(gradient)._version
 
@@ -179,10 +170,7 @@ class Guard:
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError unless all gradients are untouched.
-
-        Raises UnsupportedParameterError for parameters with foreign hooks.
-        """
+        """Raise LogicalBatchError unless all gradients are untouched, UnsupportedParameterError for foreign hooks."""
         parameters, noted = self._parameters, self._noted
         for name in names:
             self.refuse_hooks(name, parameters[name])
@@ -231,7 +219,7 @@ class Guard:
         )
 
     def refuse_hooks(self, name: str, parameter: nn.Parameter) -> None:
-        """Raise UnsupportedParameterError for a foreign hook on this parameter, or if an own one is gone."""
+        """Raise UnsupportedParameterError for a foreign hook, or if an own one is gone."""
         own, own_after = self._own[name]
         hooks, after = parameter._backward_hooks or (), getattr(parameter, "_post_accumulate_grad_hooks", None)
         after = tuple(after) if after else ()
@@ -248,7 +236,7 @@ class Guard:
             f"cannot be private."
         )
 
-    # --- start and end ----------------------------------------------------------------------------------------------
+    # --- start and end
 
     def forget(self) -> None:
         """Forget all recorded gradients."""
@@ -278,10 +266,8 @@ class _Seal:
 
 @dataclass(slots=True, eq=False)
 class _Noted:
-    """A gradient after autograd."""
-
     gradient: Tensor
     versions: tuple[int, int]
     """Of the gradient, and of this rank's shard."""
     seal: _Seal | None = None
-    """Includes this gradient; None until the backward pass ends."""
+    """Of all gradients; None until the backward pass ends."""

@@ -1,4 +1,4 @@
-"""One process: whole parameters, gradients in `.grad`, all samples on one rank."""
+"""One process, which holds all parameters and samples."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Ba
 
 
 class NoReduction:
-    """The Reduction of a rank that has nothing to reduce: it puts its sums in `.grad`."""
+    """The Reduction of a rank with nothing to reduce."""
 
     is_unsummed = False
 
@@ -39,7 +39,7 @@ class NoReduction:
         self._store = store
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Add the sums to `.grad`; return None for each, so that autograd brings none there."""
+        """Add the sums to `.grad`; return None for each, because autograd must bring none there."""
         self._store.begins(lambda: None)
         self.add(names, take)
         return [None] * len(names)
@@ -58,7 +58,7 @@ class NoReduction:
         return False
 
     def fault(self) -> DpshardError | None:
-        """Return the store's error if gradients were changed."""
+        """See Reduction."""
         return self._store.fault()
 
     def sum_rest(self) -> None:

@@ -1,14 +1,12 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
-[Note: Parts of a sample]
-Under tensor, pipeline, context or expert parallelism a rank has only a part of a sample's gradient and norm. Without a
-declaration (model_parts.py), the sample counts for more than R, and engines on the parts draw different batches. The
-engine checks four signs:
+[Note: Parts of a sample] A rank with only a part of a sample's gradient, and no declaration (model_parts.py), knows no
+norm: the sample counts for more than R. Four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
 - a forward that communicates, or computes on tensors split over ranks (`whole_samples`).
-Not detected: messages outside torch.distributed, and messages in a branch that uses parameters like another branch.
+Not detected: messages outside torch.distributed, and in a branch that uses parameters like another branch.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ _TODAY = (
 _NAMESPACES = frozenset(
     {"c10d", "_dtensor", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
-"""Namespaces of the operators that send tensors to other ranks."""
+"""Of the operators that send tensors to other ranks."""
 _SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")
 """Their operators that transfer no data of a rank."""
 _FRAMEWORKS = (
@@ -54,7 +52,7 @@ def processes() -> int:
 
 
 def require_known_group(group: Any, declared: Any) -> None:
-    """Raise ConfigurationError unless `group` is None, contains only this rank, or the user declares its parts."""
+    """Raise ConfigurationError unless `group` is None, contains only this rank, or has declared parts."""
     if group is None:
         if declared is not None:
             raise ConfigurationError(
@@ -108,8 +106,8 @@ def require_one_training(world_size: int) -> None:
 
 
 def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> None:
-    """Raise ConfigurationError for a DTensor parameter, even a frozen one, with an address not in `own`."""
-    if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
+    """Raise ConfigurationError for a DTensor parameter with an address not in `own`."""
+    if "torch.distributed.tensor" not in sys.modules:
         return
     from torch.distributed.tensor import DTensor
 
@@ -139,7 +137,7 @@ class KnownParts(Protocol):
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
     """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
 
-    They raise ConfigurationError, unless they talk among `parts`. Does nothing in a single process.
+    They raise ConfigurationError, unless they talk among `parts`.
     """
     return nullcontext() if processes() == 1 else _watched(parts)
 
@@ -176,7 +174,6 @@ def _callers() -> Iterator[str]:
 
 
 def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
-    """Refuse an operator that talks beyond the ranks of one model, or computes on other DTensors than theirs."""
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -189,7 +186,6 @@ def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
 
 
 def _refuse_mixing(namespace: str, operator: str, in_parts: bool) -> None:
-    """Refuse what `_refuse` refuses, and say what ranks with samples of their own may send."""
     try:
         _refuse(namespace, operator, in_parts)
     except ConfigurationError as error:

@@ -1,16 +1,10 @@
 """The ranks that hold the parts of one model, and where each part lies.
 
-See also [Note: Norms of parts] in clipping/parts.py.
-
-[Note: Two kinds of ranks]
-Data ranks share the samples of a logical batch; model ranks share the model, and see the same samples. Together they
-are a grid of all ranks. The sampler counts data ranks alone. Secrets, verdicts and digests are those of all ranks.
-
-What makes a guarantee of this:
-- all model ranks add up a norm in one order, so its factor is bitwise equal on them;
-- the digest has the sums of all parts, and whole sums once, so the noise is that of one process;
-- whole sums must have one digest on all model ranks, or grid.py refuses the release. A gradient that only one model
-  rank has is in no other norm: a forgotten reduction, other samples, other dropout.
+[Note: Two kinds of ranks] (See also [Note: Norms of parts] in clipping/parts.py.) Data ranks share the samples of a
+logical batch; model ranks share the model, and see the same samples. Together they are a grid of all ranks. The sampler
+counts only data ranks. All model ranks add up a norm in one order, so its factor is bitwise equal on them. The digest
+has the sums of all parts, and whole sums once, so the noise is that of one process. Whole sums must have one digest on
+all model ranks, or grid.py refuses the release: a gradient that only one model rank has is in no other norm.
 """
 
 from __future__ import annotations
@@ -33,7 +27,7 @@ DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 """Group of the ranks, and their parts by patterns of names, as the user declares them."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Every rank holds some parameters whole. It has their gradient, a term of it, or that of its own samples."""
+"""Every rank holds some parameters whole: with their gradient, a term of it, or that of its own samples."""
 
 
 class Place(NamedTuple):
@@ -47,8 +41,8 @@ class Place(NamedTuple):
 class ModelParts:
     """The ranks of one model; `cut`: the dimension along which each rank has a part, by parameter.
 
-    Parts are equal except on the last ranks, as torch.chunk makes them. `termwise`: parameters whose gradient is a sum
-    over the ranks. `mesh`: the mesh of DTensors that hold the parts; None for plain tensors.
+    Parts are equal except on the last ranks, as of torch.chunk. `termwise`: parameters whose gradient is a sum over
+    ranks. `mesh`: the mesh of DTensors; None for plain tensors.
     """
 
     meets = True
@@ -74,7 +68,7 @@ class ModelParts:
         self.slices = Slices(group)
         """Of the sums of terms."""
         self.spread: bool = False
-        """True if FSDP shards over the model's ranks, too, so that each has shards of its own."""
+        """True if FSDP shards over the model's ranks, too."""
         self._exchanges = False
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
@@ -92,17 +86,17 @@ class ModelParts:
 
     @property
     def axes(self) -> Sequence[ModelParts]:
-        """The dimensions of the grid of these ranks, the outermost first; see crossed_parts.py."""
+        """The dimensions of the grid of these ranks, outermost first; see crossed_parts.py."""
         return (self,)
 
     @property
     def in_terms(self) -> bool:
-        """True if the ranks may hold parts of samples, not only of the model."""
+        """True if the ranks may hold parts of samples."""
         return bool(self._termwise)
 
     @property
     def plain(self) -> bool:
-        """True if parts are plain tensors, which do not show what they are parts of."""
+        """True if parts are plain tensors."""
         return self.mesh is None
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
@@ -114,7 +108,7 @@ class ModelParts:
         """The declarations that all ranks must share."""
         return repr((sorted(self._cut.items()), sorted(self._termwise)))
 
-    # --- samples of all ranks: see clipping.parts and ExpertParts --------------------------------------------------
+    # --- samples of all ranks: see clipping.parts and ExpertParts
 
     of_samples = False
     """See Parts."""
@@ -139,7 +133,7 @@ class ModelParts:
         """See Exchange."""
         return sample_N
 
-    # --- inputs -----------------------------------------------------------------------------------------------------
+    # --- inputs
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
         """Note the inputs of a forward: those of all model ranks, unless each has a part of the sequence.
@@ -166,7 +160,7 @@ class ModelParts:
         seen, self._seen = self._seen, torch.zeros_like(self._seen)
         return seen
 
-    # --- records and norms: see clipping.parts ----------------------------------------------------------------------
+    # --- records and norms: see clipping.parts
 
     def is_cut(self, name: str) -> bool:
         """See Parts."""
@@ -251,7 +245,7 @@ class ModelParts:
         """Return a figure of all shards, from those of what `divide` returns."""
         return self.over_ranks(parts) + same
 
-    # --- where parts lie --------------------------------------------------------------------------------------------
+    # --- where parts lie
 
     def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
         """Return the whole shape of a plain parameter; each rank holds an equal part."""
@@ -275,7 +269,6 @@ class ModelParts:
         return Place(first * inner + begin * inside, length * inside, whole[dim] * inside)
 
     def _span(self, n: int) -> tuple[int, int]:
-        """Return start and length of this rank's part of n elements."""
         most = -(-n // self.size)
         begin = min(n, self.rank * most)
         return begin, min(n, begin + most) - begin

@@ -55,7 +55,7 @@ def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
 
 
 class StageSharding(OfStages, Unsharded):
-    """The parameters of one stage; clipped sums go to `.grad` directly, since some come after backward."""
+    """The parameters of one stage; some clipped sums come after backward, so all go to `.grad` directly."""
 
     accumulates = True
 

@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of the default group, or only this one; all of them call every method, in one order.
+    """All processes of the default group, or only this one; all call every method, in one order.
 
-    They have a separate CPU group, so a thread may use it while training continues.
+    Their own CPU group lets a thread use it while training continues.
     """
 
     def __init__(self) -> None:

@@ -17,14 +17,14 @@ class Reduction(Protocol):
     """Sums clipped sums over ranks, between the anchors and the GradientStore."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Take the clipped sums of an anchor's parameters; return the gradients that the anchor returns for them.
+        """Take the clipped sums of an anchor's parameters; return their gradients for autograd.
 
         Ranks are summed, never averaged, in float32 or wider.
         """
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the block around one micro-batch of a logical batch."""
+        """Return the block around one micro-batch."""
         ...
 
     def runs_everywhere(self, *, last: bool) -> bool:
@@ -61,10 +61,9 @@ class GradientStore(Protocol):
         ...
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Turn every clipped sum into a private gradient; a parameter without a gradient gets its noise too.
+        """Turn every clipped sum, zeros without a gradient, into a private gradient; return their L2 norm [].
 
-        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 []. Returns
-        the L2 norm of the whole clipped sum, [].
+        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 [].
         """
         ...
 
@@ -73,9 +72,9 @@ class GradientStore(Protocol):
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient, between `privatize` and the optimizer's step.
+        """Return the whole private gradient before the optimizer's step, if it will find one.
 
-        All ranks call it, for the same names in one order. None if the optimizer will find no gradient.
+        All ranks call it, for the same names in one order.
         """
         ...
 
@@ -88,5 +87,5 @@ class GradientStore(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget records and sums outside `.grad`, so that zero_grad() lets the script start afresh."""
+        """Forget records and sums outside `.grad`: zero_grad() lets the script start afresh."""
         ...

@@ -1,8 +1,7 @@
 """Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
-A schedule splits a micro-batch into chunks, and runs forwards of later chunks before backwards of earlier ones. A stage
-behind the first one sees only activations. So only the number of the chunk says whose they are. It stands in the
-schedule's own call, `forward_one_chunk(fwd_chunk_id)`, on the stack of the forward.
+A stage behind the first one sees only activations, and schedules mix chunks. Only `forward_one_chunk(fwd_chunk_id)`, on
+the stack of the forward, says whose they are.
 """
 
 from __future__ import annotations
@@ -27,14 +26,13 @@ class Chunk:
     index: int
     count: int
     data: bool
-    """True if the stage is the first one, whose inputs are the data."""
+    """True for the first stage, whose inputs are the data."""
 
 
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
-    """Return the chunk of the forward of `module` that begins; None for a forward whose gradients nobody takes.
+    """Return the chunk of the forward of `module` that begins; None if nobody takes its gradients.
 
-    These are evaluations, and forwards by which torch infers shapes. Raises LogicalBatchError outside of a schedule,
-    and ConfigurationError for schedules and stages that are not supported.
+    Raises LogicalBatchError outside of a schedule, ConfigurationError for unsupported schedules and stages.
     """
     stage, index, schedule = _on_the_stack()
     if stage is None and schedule is None:
@@ -51,7 +49,6 @@ def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
 
 
 def _on_the_stack() -> tuple[Any, int | None, Any]:
-    """Return the running stage, the number of its chunk, and the schedule; None for what is not there."""
     stage = index = schedule = None
     frame = sys._getframe(1)
     while frame is not None:
@@ -102,8 +99,7 @@ def _require_supported(stage: Any, schedule: Any, module: nn.Module, group: dist
 def _require_gradients_of_inputs(stage: Any, index: int) -> None:
     """Raise ConfigurationError unless the stage before gets a gradient.
 
-    A schedule looks once at what stages send each other, and notes it on the stage. A second schedule without a loss
-    notes there that nothing needs a gradient, which the first one does not see.
+    A second schedule without a loss notes on the stage that nothing needs a gradient, which the first one does not see.
     """
     received = () if stage.is_first else stage.args_recv_info[index]
     if received and not any(info.tensor_meta.requires_grad for info in received if not info.is_root_arg):

@@ -47,9 +47,9 @@ class Sharding(ABC):
         _require_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
-        """Names of all parameters, including frozen ones."""
+        """Names of all parameters, also frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
-        self._checked: dict[str, nn.Parameter] = {}  # by the name in the module, known ones
+        self._checked: dict[str, nn.Parameter] = {}  # known ones, by the name in the module
         self.anchored: Mapping[str, Tensor] = self.parameters
         """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -69,10 +69,10 @@ class Sharding(ABC):
 
     @property
     def meeting(self) -> ModelParts | None:
-        """The ranks that run every forward and backward of this model together; None if this rank runs its own."""
+        """The ranks that run every forward and backward of this model together, if any."""
         return self.parts if self.parts is not None and self.parts.meets else None
 
-    # --- what the parameters are ------------------------------------------------------------------------------------
+    # --- what the parameters are
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -81,7 +81,7 @@ class Sharding(ABC):
 
     @property
     def shapes_in_forward(self) -> Mapping[str, Sequence[int]]:
-        """Shapes of the parameters in forward: whole, or this rank's parts of the model."""
+        """Shapes of the parameters in forward: whole, or this rank's parts."""
         if self.parts is None:
             return self.shapes
         return {name: self.parts.part_shape(name, shape) for name, shape in self.shapes.items()}
@@ -172,7 +172,7 @@ class Sharding(ABC):
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training
 
-    # --- around forwards --------------------------------------------------------------------------------------------
+    # --- around forwards
 
     @abstractmethod
     def unshards(self, module: nn.Module) -> bool:
@@ -206,7 +206,7 @@ class Sharding(ABC):
     def _together(self) -> AbstractContextManager[Any]:
         """Return a block for forwards without backward, in which all ranks unshard together."""
 
-    # --- shards -----------------------------------------------------------------------------------------------------
+    # --- shards
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part."""
@@ -214,10 +214,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole tensor, shaped like a parameter; `shard` is this rank's part.
-
-        All ranks call it, for the same names in the same order.
-        """
+        """Return the whole of a parameter-like tensor from this rank's `shard`; all ranks call it, in one order."""
 
     def full_value(self, name: str) -> Tensor:
         """Return the whole parameter as the optimizer sees it; called like `unshard`."""

@@ -1,11 +1,10 @@
 """Slices: how the ranks of one model divide the sums of their terms.
 
-[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms. It must be
-summed before it is squared. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of
-slices add up as those of parts do. The factor scales the slice, and the data ranks sum slices alone. Take n elements, C
-ranks of a model and D data ranks. The two levels send n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements from each
-rank. One reduce-scatter over all ranks sends as many. FSDP may shard over all of them, or over the data ranks, whose
-shards the model's ranks then gather.
+[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms, which
+precedes its square. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of slices
+add up. The factor scales the slice, and the data ranks sum only slices. With n elements, C ranks of a model and D data
+ranks, a rank sends n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements, as in one reduce-scatter over all. FSDP may
+shard over all ranks, or over the data ranks, whose shards the model's ranks then gather.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from dpshard.backends.collectives import reduce_scatter
 class Slices:
     """Slices of parameters over the C ranks of `group`, in an order that a reduction over D data ranks keeps.
 
-    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; None: one chunk is the whole. `step`: how far apart
-    the chunks of ranks of one model are, if each rank has its own. None: the ranks of a model divide each chunk.
+    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; by default, one chunk. `step`: how far apart the
+    chunks of ranks of one model are, if each has its own; None: they divide each chunk.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Slices:
         return own_B
 
     def whole(self, name: str, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the tensor [*shape]; each rank has a slice of it."""
+        """Return the tensor [*shape] from the ranks' slices."""
         outer, _, step = self._pieces
         pieces = self._gathered(own).view(self._ranks, outer, step, -1).transpose(0, 1)
         chunks = pieces.reshape(self._chunks, -1)[:, : self._chunk(name, shape)]
@@ -78,14 +77,13 @@ class Slices:
 
 
 def _padded(x: Tensor, size: int) -> Tensor:
-    """Return `x` with zeros behind the last dimension, up to `size`."""
     return x if x.shape[-1] == size else F.pad(x, (0, size - x.shape[-1]))
 
 
 def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list[int]] | None:
     """Return the places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced.
 
-    In a flattened mesh (..., model, ...) they are as far apart as the dimensions behind are large.
+    In a flattened mesh (..., model, ...) their distance is the size of the dimensions behind.
     """
     if not set(model_ranks) <= set(mesh_ranks):
         return None

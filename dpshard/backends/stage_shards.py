@@ -1,4 +1,4 @@
-"""A stage of a pipeline in FSDP2: data ranks hold shards of it; see [Note: Sums of a stage] in stage_sums.py."""
+"""A stage of a pipeline in FSDP2; see [Note: Sums of a stage] in stage_sums.py."""
 
 from __future__ import annotations
 
@@ -54,10 +54,7 @@ class StageShards(OfStages, FSDP2Sharding):
 
 
 class LateUnits(UnitReduction, LateSums):
-    """Keeps the sums of this rank's samples, and reduces all units after each step of the schedule.
-
-    As FSDP2 does in pipelines: a rank holds whole sums meanwhile.
-    """
+    """Keeps whole sums of this rank's samples, and reduces all units after each step of the schedule."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Keep the clipped sums; return None for each."""
@@ -90,7 +87,7 @@ class LateUnits(UnitReduction, LateSums):
             self._late_fault = error  # raised later: other ranks wait in the reductions of the next units
 
     def fault(self) -> DpshardError | None:
-        """Return why the sums must not be released, or None."""
+        """See Reduction."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} came after those of its micro-batch were "

@@ -1,9 +1,8 @@
 """The clipped sums of a pipeline's stage, which the data ranks hold as replicas or shards.
 
-[Note: Sums of a stage] A schedule runs a backward for each part of a micro-batch. Groups on several stages are clipped
-only after all of them. So no framework reduces in time: DistributedDataParallel does in the backward of the last part,
-FSDP2 when the schedule ends. The engine sums over the data ranks instead. It sums replicas once in a logical batch,
-before the noise. It sums shards after each step of the schedule, because whole sums take memory.
+[Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP reduces in
+the last backward, and FSDP2 when the schedule ends: too early. So the engine sums over the data ranks: replicas once in
+a logical batch, shards after each step of the schedule, because whole sums take memory.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ class LateSums(ABC):
     _late_fault: DpshardError | None = None
 
     def begin_late(self) -> None:
-        """Compare earlier sums with their checksums, before sums that come after backward make these anew."""
+        """Compare earlier sums with their checksums, before later sums make these anew."""
         try:
             self._store.compare_bits()
         except LogicalBatchError as error:
@@ -49,7 +48,7 @@ class LateSums(ABC):
         """End a micro-batch after its last sum; the data ranks call it together."""
 
     def add_later(self, names: Sequence[str], take: Take) -> None:
-        """Take clipped sums after backward; `take_fault` returns an error, so that all ranks learn of it."""
+        """Take clipped sums after backward; `take_fault` returns an error, because all ranks must learn of it."""
         try:
             self.add(names, take)
         except (LogicalBatchError, UnsupportedParameterError) as error:
@@ -75,12 +74,12 @@ class WholeSums(DirectReduction, LateSums):
         return self._data.world_size > 1
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return an empty block: sums of a new micro-batch follow."""
+        """Return an empty block."""
         self._is_summed = False
         return super().micro_batch(last=last)
 
     def add(self, names: Sequence[str], take: Take) -> None:
-        """Add this replica's sums. Raises LogicalBatchError after `sum_rest`, which would count others twice."""
+        """Add this replica's sums; raise LogicalBatchError after `sum_rest`, which would count others twice."""
         if self._is_summed:
             raise LogicalBatchError(
                 "A backward came after its logical batch was summed over the replicas of the stage. Call "
@@ -92,7 +91,7 @@ class WholeSums(DirectReduction, LateSums):
         """Do nothing."""
 
     def fault(self) -> DpshardError | None:
-        """Return why the sums must not be released, or None."""
+        """See Reduction."""
         return self.take_fault() or super().fault()
 
     def sum_rest(self) -> None:
@@ -106,7 +105,7 @@ class WholeSums(DirectReduction, LateSums):
         self._is_summed = True
 
     def _sum_of(self, name: str, parameter: Tensor) -> Tensor:
-        """Return the sum of a parameter, real; zeros if no gradient arrived, since other replicas may have one."""
+        """Return a parameter's sum, real; zeros without a gradient, because other replicas may have one."""
         self._store.stand_in(name)
         if parameter.dtype in WIDE:
             assert parameter.grad is not None
@@ -125,10 +124,7 @@ class WholeSums(DirectReduction, LateSums):
 
 
 class SilentReducer:
-    """The reducer of a stage in DistributedDataParallel, which a schedule tells to reduce in the last backward.
-
-    Then clipped sums are not there yet; see [Note: Sums of a stage].
-    """
+    """The reducer of a stage in DDP, which would reduce before all sums are there; see [Note: Sums of a stage]."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model, self._reducer = model, model.reducer

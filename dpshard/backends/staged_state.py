@@ -1,7 +1,6 @@
 """Model and optimizer of a pipeline for a checkpoint: stages save under names of the whole model.
 
-So a checkpoint is that of one process, whichever stages wrote it, and other stages read what they hold. A stage may
-have replicas or shards on several ranks: torch.distributed.checkpoint writes each element of a name once.
+So a checkpoint is that of one process. torch.distributed.checkpoint writes each element of a name once.
 """
 
 from __future__ import annotations
@@ -23,10 +22,9 @@ from dpshard.errors import ConfigurationError
 
 
 class StagedState(NamedState):
-    """The TrainingState of one stage; all stages make it together.
+    """The TrainingState of one stage; all stages make it together, and `exchange` what they pass.
 
-    `exchange` returns what the stages of this pipeline pass. Raises ConfigurationError, on all ranks, if stages have
-    different tensors of one name.
+    Raises ConfigurationError, on all ranks, if stages have different tensors of one name.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class StagedState(NamedState):
 
 
 def joined(stages: Sequence[Groups]) -> Groups:
-    """Return the parameter groups of all stages: those of the same settings are one, but not two of a stage."""
+    """Return the parameter groups of all stages; groups of different stages with equal settings are one."""
     found: Groups = []
     for groups in stages:
         others = list(found)
@@ -91,7 +89,6 @@ def _place(value: Any) -> tuple[int, ...]:
 
 
 def _digest(value: Any) -> str:
-    """Return a digest of this rank's shard of `value`, or of all of it."""
     if not isinstance(value, Tensor):
         return repr(value)
     value = value.to_local() if isinstance(value, DTensor) else value

@@ -1,13 +1,10 @@
 """Stages of a pipeline: each rank of a group holds other layers of one model.
 
-[Note: Stages] A sample's gradient lies in pieces on the stages. They share one mechanism: one secret, one draw, one
-ledger, and the clipping groups of the whole model. So they share one R. A group within a stage is clipped in the
-backward of each chunk, without communication. The norm of a group on several stages is complete only when the first
-stage has run its backward. Such a group keeps its records until the schedule's step is done. Then stages add up norms,
-all chunks at once.
-
-Parameters have names of their own on every stage, since noise is keyed by them. All stages must have run the same
-chunks of the same draw: they compare checksums before the release.
+[Note: Stages] Stages share one mechanism: one secret, one draw, one ledger, and the clipping groups of the whole model,
+so one R. A group within a stage is clipped in the backward of each chunk, without communication. A group on several
+stages keeps its records until the schedule's step is done; then stages add up norms, all chunks at once. Parameters
+have names of their own on every stage, since noise is keyed by them. Stages compare checksums before the release: all
+must have run the same chunks of the same draw.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ STAGE = "stage"
 
 
 def are_stages(declared: Mapping[str, Any]) -> bool:
-    """Return True if the user declares stages. Raises ConfigurationError if only some parameters are of a stage."""
+    """Return True if the user declares stages; raise ConfigurationError if only some parameters are of a stage."""
     kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
@@ -45,7 +42,7 @@ def are_stages(declared: Mapping[str, Any]) -> bool:
 
 
 class Stages(ModelParts):
-    """The ranks of one pipeline; every parameter is whole on one of them. All ranks make it together.
+    """The ranks of one pipeline, which make it together; every parameter is whole on one of them.
 
     Raises ConfigurationError, on all ranks, for a stage without trainable parameters, and for two of one name.
     """
@@ -83,11 +80,11 @@ class Stages(ModelParts):
 
     @property
     def facts(self) -> str:
-        """The declarations that all ranks must share."""
+        """See ModelParts."""
         return STAGE
 
     def is_cut(self, name: str) -> bool:
-        """Return True: other ranks hold other elements of the vector that is released."""
+        """Return True: other ranks hold other elements of the released vector."""
         return True
 
     def exchange(self, value: Any) -> list[Any]:
@@ -103,12 +100,12 @@ class Stages(ModelParts):
         dist.all_gather_object(values, value, group=self.group)
         return values
 
-    # --- clipping groups --------------------------------------------------------------------------------------------
+    # --- clipping groups
 
     def partition(
         self, model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
     ) -> tuple[ClippingGroup, ...]:
-        """Return the groups of the whole model: those of one label on several stages are one.
+        """Return the groups of the whole model; groups of one label on several stages are one.
 
         Raises ConfigurationError, on all ranks, if one of them cannot form groups.
         """
@@ -130,7 +127,7 @@ class Stages(ModelParts):
         """Return the numbers of the groups with parameters on several stages."""
         return frozenset(group.index for group in groups if len({self._owner[name] for name in group.names}) > 1)
 
-    # --- what stages have run ---------------------------------------------------------------------------------------
+    # --- what stages have run
 
     def note_chunk(self, *identity: Any) -> None:
         """Note that this stage runs a chunk with this identity, in any order."""

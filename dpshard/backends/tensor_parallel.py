@@ -1,6 +1,6 @@
 """`parallelize_module` without FSDP: parameters are DTensors, and all ranks hold one model.
 
-Clipped sums of a rank's parts go to `.grad` directly, as DTensors. There is one data rank, so nothing is reduced.
+There is one data rank, so nothing is reduced.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _PLACED = (
 
 
 def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
-    """Return the back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples, if any."""
+    """Return the back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples."""
     parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()}, declared)
     data, everyone = Communicator(), all_ranks(parts.device)
     sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
@@ -45,7 +45,7 @@ def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = N
 
 
 def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -> ModelParts:
-    """Return the parts of a model from its parameters: DTensors on one mesh, and plain tensors, which are whole.
+    """Return the parts of a model: DTensors on one mesh, and plain tensors, which are whole.
 
     Raises ConfigurationError for other placements.
     """

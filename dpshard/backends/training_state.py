@@ -1,7 +1,4 @@
-"""Model and optimizer for a checkpoint: whole or sharded tensors by parameter name.
-
-All back-ends use the same names and shapes, so one back-end can load what another saved.
-"""
+"""Model and optimizer for a checkpoint: whole or sharded tensors by parameter name, the same in all back-ends."""
 
 from __future__ import annotations
 
@@ -51,7 +48,7 @@ class TrainingState(Protocol):
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
-        """Return a block that reads a checkpoint into the tensors of a snapshot, and installs it at the end.
+        """Return a block that reads a checkpoint into a snapshot's tensors, and installs it at the end.
 
         `saved` describes the checkpoint, by name. If the block raises before it changes a tensor, nothing has changed.
         Raises CheckpointError for the state of another optimizer.
@@ -68,8 +65,7 @@ class NamedState:
     def snapshot(self) -> Snapshot:
         """See TrainingState."""
         self._reshard()
-        # get_optimizer_state_dict would take a first step with zero gradients: Adam would count it, and SGD with weight
-        # decay would start with a momentum.
+        # get_optimizer_state_dict would take a first step with zero gradients, which Adam would count.
         if not self.optimizer.state:
             return Snapshot(get_model_state_dict(self.model), {}, self._groups())
         return self._stepped()
@@ -103,7 +99,7 @@ class NamedState:
         return [group | {"params": [self._name(p) for p in group["params"]]} for group in self.optimizer.param_groups]
 
     def _fitting(self, saved: Groups) -> Groups:
-        """Return the optimizer's groups with the saved settings of their parameters, which other groups may hold."""
+        """Return the optimizer's groups with the saved settings of their parameters."""
         settings_of = {name: group for group in saved for name in group["params"]}
         found: Groups = []
         for own in self._groups():
@@ -133,7 +129,7 @@ class NamedState:
         return self.names[parameter]
 
     def _reshard(self) -> None:
-        # After a forward without a backward (an evaluation) FSDP2 leaves the root's parameters unsharded.
+        # After a forward without a backward FSDP2 leaves the root's parameters unsharded.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()

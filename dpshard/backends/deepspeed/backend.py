@@ -1,11 +1,9 @@
 """DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one per rank.
 
-[Note: What reaches DeepSpeed] Anchors differentiate dummies, so in a private backward pass no gradient reaches a
-parameter. Any other gradient is a leak, and raises. Clipped sums are summed over ranks ([Note: Why DeepSpeed does not
-reduce]) into accumulators laid out like DeepSpeed's fp32 partitions. At the inner optimizer's step (hook of
-step/optimizer_hook.py) the noised and divided accumulator becomes the partition's gradient. So DeepSpeed's averaging,
-accumulation, buckets, communication dtype and stale gradients have no effect. Without privatization a step has no
-gradient.
+[Note: What reaches DeepSpeed] Anchors differentiate dummies, so in a private backward no gradient reaches a parameter.
+Any other gradient is a leak, and raises. Clipped sums are summed over ranks into accumulators laid out like DeepSpeed's
+fp32 partitions ([Note: Why DeepSpeed does not reduce]). At the inner optimizer's step (hook of step/optimizer_hook.py)
+the noised and divided accumulator becomes the partition's gradient. Without privatization a step has no gradient.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of DeepSpeed's settings, and the reasons for refusing some."""
+"""Checks of DeepSpeed's settings."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Runs of a flattened tensor as boxes for torch.distributed.checkpoint.
 
-DeepSpeed cuts parameters anywhere, even within a row. A run is a few contiguous boxes: the end of a row, whole
-rows, the beginning of a row. So checkpoints do not depend on ranks, ZeRO stage or back-end.
+DeepSpeed cuts parameters even within a row. A run is a few contiguous boxes: the end of a row, whole rows, the
+beginning of a row. So checkpoints do not depend on ranks, stage or back-end.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
 class Piece(Tensor):
     """The flat `elements` [n] as a part of a tensor of `shape`, from `start` on in row-major order.
 
-    It has the shape of the whole tensor, like a DTensor. It supports only torch.distributed.checkpoint, which reads
-    into `elements`.
+    It has the whole shape, and supports only torch.distributed.checkpoint, which reads into `elements`.
     """
 
     elements: Tensor
@@ -67,7 +66,6 @@ class Piece(Tensor):
         raise NotImplementedError(f"{func} of a Piece, which supports only torch.distributed.checkpoint")
 
     def __repr__(self, **_: Any) -> str:
-        """Return the range of elements and the whole shape."""
         return f"Piece({self.start} to {self.start + self.elements.numel()} of {tuple(self.shape)})"
 
     def _boxes(self) -> list[tuple[ChunkStorageMetadata, Tensor]]:
@@ -79,10 +77,9 @@ class Piece(Tensor):
             begin = end
         return found
 
-    # --- torch.distributed._checkpointable ----------------------------------------------------------------------------
+    # --- torch.distributed._checkpointable
 
     def __create_write_items__(self, fqn: str, whole: Any) -> list[WriteItem]:
-        """Return the boxes that this rank writes."""
         properties = TensorProperties.create_from_tensor(self.elements)
         return [
             WriteItem(
@@ -94,9 +91,7 @@ class Piece(Tensor):
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        """Return the boxes that this rank reads."""
         return [chunk for chunk, _ in self._boxes()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        """Return a view of the elements of a box."""
         return next(box for chunk, box in self._boxes() if chunk.offsets == index.offset)

@@ -42,7 +42,7 @@ class PartitionReduction:
         self._restored = list(_keep_from_reducing(model_engine))
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums; no gradient reaches the parameters, see [Note: What reaches DeepSpeed]."""
+        """Reduce the clipped sums; no gradient reaches the parameters."""
         require_no_accumulation(self._model_engine)
         if self._passes.begins(self._reducer.finish):
             self._reducer.abandon()  # left by a failed backward pass
@@ -51,7 +51,7 @@ class PartitionReduction:
         return [None] * len(names)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a block; in it, model_engine.step() steps only after the last micro-batch."""
+        """Return a block in which model_engine.step() steps only after the last micro-batch."""
         return self._micro_batch(last)
 
     @contextmanager
@@ -62,7 +62,7 @@ class PartitionReduction:
         before = self._reducer.passes
         yield
         if self._reducer.passes == before:
-            # No backward, for example because all rows are padding; other ranks may have had one.
+            # No backward, perhaps because all rows are padding; other ranks may have had one.
             self._reducer.finish()
             if engine.enable_backward_allreduce:
                 engine.allreduce_gradients()
@@ -92,12 +92,12 @@ class PartitionReduction:
 
 
 class PartitionStore:
-    """Keeps sums in the Reducer's accumulators, laid out like DeepSpeed's fp32 partitions."""
+    """Keeps sums in the Reducer's accumulators."""
 
     def __init__(self, sharding: ZeroSharding, reducer: Reducer) -> None:
         self._sharding, self._reducer = sharding, reducer
         self._parameters, self._guard = sharding.parameters, sharding.guard
-        self._private: dict[int, Tensor] = {}  # private gradients before DeepSpeed's step, by id of the master
+        self._private: dict[int, Tensor] = {}  # before DeepSpeed's step, by id of the master
 
     def shards(self) -> list[SumShard]:
         """See GradientStore."""
@@ -109,7 +109,7 @@ class PartitionStore:
         ]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Keep the private gradients until DeepSpeed steps; see GradientStore."""
+        """See GradientStore."""
         with torch.no_grad():
             shards = self.shards()
             self._private = self._reducer.take()

@@ -1,9 +1,9 @@
 """Where DeepSpeed keeps each parameter's fp32 master copy: elements, rank, flat tensor.
 
 A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
-and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks (the last ones
-padded), and concatenates the chunks of a rank. DeepSpeed has no public map, so this module reads the layout from
-private attributes. It checks that every fragment of a master equals the elements of its parameter.
+and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks, the last ones
+padded, and concatenates a rank's chunks. This module reads the layout from private attributes, and checks that every
+fragment of a master equals the elements of its parameter.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Fragment:
     master: Tensor
     """Flat partition [N] that the optimizer steps on; float32, or as DeepSpeed is set."""
     offset: int
-    """Start of the fragment in the master."""
+    """Start in the master."""
     start: int
-    """Start of the fragment in the flattened parameter."""
+    """Start in the flattened parameter."""
     length: int
     """Number of elements; may be 0."""
 
@@ -87,10 +87,7 @@ _Found = tuple[Any, Fragment, Tensor]
 
 
 def _flattened(zero: Any, rank: int) -> Iterator[_Found]:
-    """Yield the fragments of stages 1 and 2, located by address: parameters are views of one flat tensor per group.
-
-    (DeepSpeed's own map, `_hp_mapping`, ignores the order of round_robin_gradients.)
-    """
+    """Locate fragments by address: `_hp_mapping` ignores the order of round_robin_gradients."""
     bf16 = hasattr(zero, "bf16_groups")  # BF16_Optimizer: stage 1, bf16 parameters, fp32 accumulation
     groups = zero.bf16_groups if bf16 else zero.bit16_groups
     flats = zero.bf16_groups_flat if bf16 else zero.bit16_groups_flat

@@ -1,10 +1,9 @@
 """Sums clipped sums over ranks, directly into each rank's fragments.
 
-[Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype (bf16), averages them over
-ranks, and divides by the accumulation steps. At stage 3 it re-applies a stale gradient if a parameter was not used.
-Each would change the clipped sums. So they never become gradients of parameters. This module sums them during backward,
-in float32 or wider. DeepSpeed's optimizer first gets them with their noise. After a failure, DeepSpeed's own gradient
-is zero.
+[Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype, averages them over ranks, and
+divides by the accumulation steps. At stage 3 it re-applies a stale gradient of an unused parameter. So clipped sums
+never become gradients of parameters. This module sums them during backward, in float32 or wider. DeepSpeed's optimizer
+first gets them with their noise.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Size, dtype and device of a whole clipped sum."""
+    """Of a whole clipped sum."""
 
     numel: int
     dtype: torch.dtype
@@ -110,7 +109,7 @@ class Reducer:
         self._next = 0
 
     def clear(self) -> None:
-        """Drop all sums, including those of earlier micro-batches."""
+        """Drop all sums, also of earlier micro-batches."""
         self.abandon()
         self._held.clear()
         self._totals.clear()
@@ -123,7 +122,7 @@ class Reducer:
         return totals
 
     def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
-        """Return this rank's fragment of a running sum (or of a result of `take`), a view [length]."""
+        """Return this rank's fragment of a running sum, or of `totals`, a view [length]."""
         totals = self._totals if totals is None else totals
         place, shape = self.layout.fragments[name], self.shapes[name]
         if id(place.master) not in totals:
@@ -169,7 +168,7 @@ class Reducer:
 
 
 def _buckets(shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Return names in reverse order, roughly that of backward, in runs of one dtype and about BUCKET elements."""
+    """Return names in reverse order, in runs of one dtype and about BUCKET elements."""
     buckets: list[list[str]] = []
     elements, kind = BUCKET, None
     for name, shape in reversed(list(shapes.items())):

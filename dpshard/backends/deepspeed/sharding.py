@@ -20,10 +20,7 @@ from dpshard.errors import ConfigurationError
 
 
 class ZeroSharding(Sharding):
-    """The parameters of a DeepSpeedEngine; optimizers step on flat partitions in their place.
-
-    Raises ConfigurationError if DeepSpeed's memory layout is unknown.
-    """
+    """The parameters of a DeepSpeedEngine; ConfigurationError if its memory layout is unknown."""
 
     def __init__(self, model_engine: Any, stage: int) -> None:
         super().__init__(model_engine.module, model_engine.module)
@@ -35,7 +32,6 @@ class ZeroSharding(Sharding):
         try:
             names: dict[Tensor, str] = {p: name for name, p in self.parameters.items()}
             self.layout = read_layout(zero, names, self.communicator.rank)
-            """This rank's fragment of each parameter."""
             if stage == 3:
                 self._zero3 = Zero3(self.core, zero.parameter_offload, self.parameters)
         except Exception:
@@ -61,7 +57,7 @@ class ZeroSharding(Sharding):
         """The parameters that forward uses."""
         return self.parameters if self._zero3 is None else self._zero3.values
 
-    # --- forward ----------------------------------------------------------------------------------------------------
+    # --- forward
 
     def unshards(self, module: nn.Module) -> bool:
         """Return True for the outermost module in stage 3."""
@@ -88,7 +84,7 @@ class ZeroSharding(Sharding):
         with self._zero3.unmarked():
             yield
 
-    # --- shards -----------------------------------------------------------------------------------------------------
+    # --- shards
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
         """Return the whole tensor from the fragments of all ranks."""

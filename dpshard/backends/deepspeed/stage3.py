@@ -1,15 +1,14 @@
 """ZeRO-3 and recorded forwards.
 
-[Note: Living with gathered parameters]
-Hooks of DeepSpeed gather a module's parameters before its forward and backward, and free them after each. So
-- the hooks call torch functions on parameters, which the function mode must not attribute to the model;
-- the hooks pass inputs and outputs of modules through autograd functions that detect backward. But sources are found by
-  identity. So the hooks mark no parameter, and no tensor derived only from parameters (the embedding of positions);
-  backward does not reach these anyway;
+[Note: Living with gathered parameters] Hooks of DeepSpeed gather a module's parameters before its forward and backward,
+and free them after each. So
+- the function mode must not attribute the hooks' torch functions on parameters to the model;
+- the hooks' autograd functions, which detect backward, mark no parameter, and no tensor derived only from parameters
+(the embedding of positions): sources are found by identity, and backward does not reach these;
 - autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
-  reference, and backward gathers the parameter again;
+reference, and backward gathers the parameter again;
 - start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
-  nor its counts of forwards that await backward;
+nor its counts of forwards that await backward;
 - derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
 """
 
@@ -92,7 +91,7 @@ class Zero3:
 
         return quiet
 
-    # --- what autograd saves ----------------------------------------------------------------------------------------
+    # --- what autograd saves
 
     def _note(self, parameter: Any) -> None:
         """Record a gathered parameter's address; one that is never freed may be saved itself."""
@@ -132,7 +131,7 @@ class Zero3:
                 )
             return p.data.as_strided(saved.size, saved.stride, p.data.storage_offset() + saved.offset)
 
-    # --- start-up ---------------------------------------------------------------------------------------------------
+    # --- start-up
 
     def unshard(self) -> None:
         """Gather the outermost module's own parameters until `isolated` ends."""
@@ -187,7 +186,7 @@ def _in_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Replaces an autograd function that marks tensors; skips those that backward does not reach."""
+    """Marks tensors by an autograd function, but only those that backward reaches."""
 
     owner: Zero3
     function: Any

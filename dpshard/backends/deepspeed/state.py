@@ -1,6 +1,6 @@
-"""The state of a DeepSpeed training for a checkpoint: this rank's fragment of each parameter.
+"""The state of a DeepSpeed training for a checkpoint: fragments of the fp32 partitions.
 
-The fp32 partitions are saved; the forward's half-precision copies are made from them again.
+The forward's half-precision copies are made from them again.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _Described = dict[str, dict[str, Any]]
 class ZeroState:
     """A TrainingState of the partitions of a ZeRO optimizer.
 
-    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module within the DeepSpeedEngine. `parameters` are
-    its trainable ones, `rank` is that among the partitions. Raises ConfigurationError if DeepSpeed offloads the
-    optimizer in part.
+    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module in the DeepSpeedEngine, with these trainable
+    `parameters`. Raises ConfigurationError if DeepSpeed offloads the optimizer in part.
     """
 
     def __init__(
@@ -89,15 +88,13 @@ class ZeroState:
         self._load_optimizer(self._with_singles(partitions, remembered), groups)
         self._refresh(snapshot.model)
 
-    # --- what is where ----------------------------------------------------------------------------------------------
+    # --- what is where
 
     def _piece(self, name: str, flat: Tensor) -> Tensor:
-        """Return a parameter's fragment of a tensor laid out like its master."""
         place = self.layout.fragments[name]
         return _part(flat[place.offset : place.offset + place.length], place.start, self.shapes[name])
 
     def _model(self) -> dict[str, Any]:
-        """Return the model's state; in stage 3 frozen parameters are partitioned, too."""
         return {canonical_name(n): self._own(value) for n, value in self.core.state_dict(keep_vars=True).items()}
 
     def _own(self, value: Any) -> Any:
@@ -117,7 +114,7 @@ class ZeroState:
             groups[group_of[number[id(place.master)]]]["params"].append(name)
         return groups
 
-    # --- reading ----------------------------------------------------------------------------------------------------
+    # --- reading
 
     def _require_fitting(self, saved: Groups) -> None:
         own = self._groups()
@@ -144,7 +141,7 @@ class ZeroState:
         for name, place in self.layout.fragments.items():
             master, own = place.master, found[id(place.master)]
             for key, item in described.get(name, {}).items():
-                # (A value per partition has the shape of a 0-dimensional parameter, so all parameters must agree.)
+                # A value per partition has the shape of a 0-dimensional parameter, so all parameters must agree.
                 if all(kinds[key]) and key not in own:
                     known = self._optimizer.state.get(master, {}).get(key)
                     fits = isinstance(known, Tensor) and known.shape == master.shape
@@ -155,7 +152,6 @@ class ZeroState:
     def _with_singles(
         self, partitions: Mapping[int, dict[str, Any]], remembered: Mapping[str, Mapping[str, Any]]
     ) -> dict[int, dict[str, Any]]:
-        """Return the flat tensors, with the values kept once per partition."""
         states = {master: dict(flat) for master, flat in partitions.items()}
         for name, place in self.layout.fragments.items():
             flat, state = partitions[id(place.master)], states[id(place.master)]
@@ -223,5 +219,4 @@ def _described(saved: Mapping[str, Any]) -> _Described:
 
 
 def _single(item: Any) -> Any:
-    """Return a place to read a value that is not one per element."""
     return torch.zeros(item.size, dtype=item.properties.dtype) if isinstance(item, TensorStorageMetadata) else b""

@@ -1,7 +1,7 @@
-"""FSDP2 (`fully_shard`), 1-D or hybrid: parameters, gradients and noise are sharded.
+"""FSDP2 (`fully_shard`), 1-D or hybrid. Begin with the note in `reduction.py`.
 
-`sharding.py`: shards and unsharding. `units.py`: units and meshes. `reduction.py`: from clipped sums to shards.
-`DotGradStore` keeps gradients. May import what `backends` may. Not for users. Begin with the note in `reduction.py`.
+`sharding.py`: shards and unsharding. `units.py`: units and meshes. `DotGradStore` keeps gradients. May import what
+`backends` may.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def fsdp2_backend(
     *,
     roles: tuple[type[FSDP2Sharding], type[UnitReduction]] = (FSDP2Sharding, UnitReduction),
 ) -> Backend:
-    """Return the back-end of a model on which `fully_shard` was called; `declared`: its parts, if it has some."""
+    """Return the back-end of a model after `fully_shard`; `declared`: its parts, if any."""
     sharding_of, reduction_of = roles
     sharding = sharding_of(model, declared)
     store = DotGradStore(sharding)

@@ -1,16 +1,13 @@
 """From clipped sums to shards, instead of FSDP2's own reduction.
 
-[Note: From clipped sums to shards]
-Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The clipped sums of a unit (parameters that
-FSDP gathers and frees together) fill one bucket. One reduce-scatter takes a full bucket to the shards, while the next
-unit's sums are computed. As in FSDP there is one collective per unit, but
+[Note: From clipped sums to shards] Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The
+clipped sums of a unit (parameters that FSDP gathers and frees together) fill one bucket, which one reduce-scatter takes
+to the shards during backward. But
 - ranks are summed, never averaged: the sensitivity is that of the sum;
-- nothing is rounded to the parameters' dtype before the noise: buckets are float32 or wider. FSDP would reduce bfloat16
-  gradients in bfloat16, and rounding can move the sum by more than one sample does;
-- all ranks reduce all units in one fixed order, including units with layers that did not run here.
-A unit goes to its shards when its last sum arrives, between the gathers of FSDP. So ranks must use the same parameters,
-as under FSDP by default. Where a rank misses one, it cannot know when the others reduce its unit. After
-`set_reduce_scatter_unused_params(True)`, all units are reduced at the end of backward, behind all gathers.
+- buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does;
+- all ranks reduce all units in one fixed order, also units with layers that did not run here.
+A unit goes to its shards when its last sum arrives, so ranks must use the same parameters, as under FSDP. After
+`set_reduce_scatter_unused_params(True)`, all units are reduced at the end of backward instead.
 """
 
 from __future__ import annotations
@@ -36,18 +33,16 @@ from dpshard.records import as_real
 
 @dataclass(slots=True, eq=False)
 class _Pass:
-    """The reductions of one backward pass, in an order that all ranks share."""
-
     waiting: list[Unit]
-    """Units not reduced yet, in order."""
+    """Not reduced yet, in order."""
     arrived: set[str] = field(default_factory=set)
-    """Names of the parameters with sums that are in, or will not come."""
+    """Parameters whose sums are in, or will not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
     """Sums [whole shape] of units behind the next one."""
     bucket: Tensor | None = None
-    """[ranks, elements of a rank's padded shards] of the next unit; each sum is added as it arrives."""
+    """[ranks, elements of a rank's padded shards] of the next unit."""
     running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
-    """The reduction in flight: unit, its shards, the source bucket, the work."""
+    """Unit, its shards, the source bucket, the work."""
 
 
 class UnitReduction:
@@ -63,12 +58,10 @@ class UnitReduction:
         self._pass: _Pass | None = None
 
     def _is_sliced(self, name: str) -> bool:
-        """Return True if the ranks of a model have slices of the sum; see [Note: A reduction in two levels]."""
         parts = self._sharding.parts
         return parts is not None and parts.is_termwise(name)
 
     def _width(self, name: str) -> int:
-        """Return the elements that a data rank gets of a sum, with padding."""
         parts, local = self._sharding.parts, as_real(self._sharding.local(self._parameters[name]))
         if parts is not None and self._is_sliced(name):
             return parts.terms.slices.width(name, local.shape)
@@ -98,11 +91,9 @@ class UnitReduction:
         return self._pass
 
     def _reduces(self, unit: Unit) -> bool:
-        """Return True if this backward reduces a unit."""
         return unit.reduces()
 
     def _collect(self, reduction: _Pass, unit: Unit, name: str, total: Tensor | None) -> None:
-        """Accept a clipped sum [whole shape]; None if no gradient arrived."""
         reduction.arrived.add(name)
         if total is None:
             return
@@ -146,7 +137,6 @@ class UnitReduction:
         self._add_shards(unit, shards)
 
     def _add_shards(self, unit: Unit, shards: Tensor) -> None:
-        """Add a unit's sums over ranks to those of earlier micro-batches."""
         self._store.require_untouched(unit.names)  # layers that did not run here are not checked yet
         with torch.no_grad():
             joined = self._join_slices(unit, shards)
@@ -162,7 +152,6 @@ class UnitReduction:
         return parts.terms.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
 
     def _lay_out(self, unit: Unit) -> Iterator[tuple[str, slice]]:
-        """Yield each parameter's columns in the unit's bucket, complex ones as real pairs."""
         start = 0
         for name in sorted(unit.names, key=lambda name: not self._is_sliced(name)):
             stop = start + self._width(name)
@@ -183,7 +172,6 @@ class UnitReduction:
         self._add(self._bucket(reduction)[:, self._columns[reduction.waiting[0]][name]], name, total)
 
     def _add(self, rows: Tensor, name: str, total: Tensor) -> None:
-        """Add a sum, or a slice of it, to its columns of a bucket."""
         if self._is_sliced(name):
             rows += total.view(len(rows), -1)
         else:
@@ -201,7 +189,7 @@ class UnitReduction:
         assert work is not None
         return unit, shards, bucket, work
 
-    # --- one logical batch ------------------------------------------------------------------------------------------
+    # --- one logical batch
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
         """Return an empty block: every backward reduces."""
@@ -212,7 +200,7 @@ class UnitReduction:
         return True
 
     def fault(self) -> DpshardError | None:
-        """Return an error if the script switched FSDP's reduction off, else the store's error."""
+        """See Reduction."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "
@@ -236,7 +224,7 @@ class UnitReduction:
         return replicas_RL[0]
 
     def detach(self) -> None:
-        """Let FSDP send zeros for unused parameters again, if it did before."""
+        """Let FSDP send zeros for unused parameters again."""
         for unit in self._at_end:
             unit.take_unused(flag=True)
 

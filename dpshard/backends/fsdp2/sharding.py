@@ -23,10 +23,7 @@ from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
 class FSDP2Sharding(Sharding):
-    """Parameters that are DTensors, sharded over one dimension of a mesh.
-
-    Raises ConfigurationError for placements that dpshard does not support.
-    """
+    """Parameters that are DTensors, sharded over one dimension of a mesh."""
 
     def __init__(self, model: nn.Module, declared: DeclaredParts | None = None) -> None:
         super().__init__(model, model)
@@ -70,7 +67,6 @@ class FSDP2Sharding(Sharding):
     def _parts_of(
         self, of_model: Mapping[str, tuple[DeviceMesh, Any]], declared: DeclaredParts | None
     ) -> ModelParts | None:
-        """Return the parts that tensor parallelism made of the parameters, or a user declares; None without any."""
         if not of_model:
             return None if declared is None else ModelParts.declared(declared, self.parameters, self.compute_device)
         meshes = {mesh for mesh, _ in of_model.values()}
@@ -86,10 +82,10 @@ class FSDP2Sharding(Sharding):
         return placed_parts(mesh, self.compute_device, cut, self.parameters, declared)
 
     def _slice(self, parts: ModelParts) -> None:
-        """Let the ranks of a model divide sums of terms as FSDP divides parameters.
+        """Let the ranks of a model divide sums of terms as FSDP divides parameters; see [Note: A reduction in two
+        levels].
 
-        See [Note: A reduction in two levels]. FSDP's mesh may have ranks of one model. Then raises ConfigurationError
-        unless all parameters are terms, and these ranks are evenly spaced among the shards.
+        If FSDP's mesh has ranks of one model, all parameters must be terms, and these ranks evenly spaced.
         """
         chunks, ranks = self.shard_mesh.size(), self.mesh.mesh.flatten().tolist()
         of_model = dist.get_process_group_ranks(parts.group)
@@ -120,7 +116,7 @@ class FSDP2Sharding(Sharding):
         return group
 
     def _refuse_mixed(self, unit: Unit) -> None:
-        """Raise the error that FSDP would raise in the first forward."""
+        """Raise the error of FSDP's first forward if dtypes are mixed."""
         complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
         if complex_ones and len(complex_ones) < len(unit.names):
             raise ConfigurationError(
@@ -143,7 +139,7 @@ class FSDP2Sharding(Sharding):
         return self.parameters.get(name) is parameter or parameter in self._seen
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the unsharded parameter: several tensors, if modules share it since FSDP sharded each of them."""
+        """Return the unsharded parameter: several tensors, if modules share it since FSDP sharded each."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     def _accumulated(self, name: str, _: object = None) -> None:
@@ -155,7 +151,7 @@ class FSDP2Sharding(Sharding):
                 f"register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
             )
 
-    # --- forward ----------------------------------------------------------------------------------------------------
+    # --- forward
 
     def unshards(self, module: nn.Module) -> bool:
         """Return True after `fully_shard(module)`."""
@@ -177,7 +173,7 @@ class FSDP2Sharding(Sharding):
                 self._unsharded.setdefault(name, set()).add(parameter)
                 self.guard.watch(name, parameter.requires_grad_())
             self.whole[name] = parameter
-            # FSDP makes it once, and ignores later changes of requires_grad of the sharded parameter.
+            # FSDP makes it once, and ignores later changes of the sharded parameter's requires_grad.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
 
@@ -193,7 +189,7 @@ class FSDP2Sharding(Sharding):
                 stack.callback(unit.module.reshard)
         return stack
 
-    # --- shards -----------------------------------------------------------------------------------------------------
+    # --- shards
 
     @property
     def shard_mesh(self) -> DeviceMesh:

@@ -37,10 +37,7 @@ class Unit:
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def take_unused(self, *, flag: bool) -> bool:
-        """Let FSDP reduce zeros for unused parameters or not; return True if it did.
-
-        FSDP would put these zeros in `.grad`, where they would count as gradients without noise.
-        """
+        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return True if it did."""
         groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
         before = any(group.reduce_scatter_unused_params for group in groups)
         for group in groups:
@@ -61,10 +58,9 @@ def _groups(module: nn.Module) -> list[Any]:
 def mesh_of(
     model: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[DeviceMesh, int, dict[str, tuple[DeviceMesh, Any]]]:
-    """Return FSDP's mesh, its dimension that shards, and what tensor parallelism has placed.
+    """Return FSDP's mesh, its dimension that shards, and tensor parallelism's mesh and placement by parameter.
 
-    HSDP replicates over the other dimension. The last are mesh and placement by parameter. Raises ConfigurationError
-    for placements that dpshard does not support.
+    HSDP replicates over the other dimension. Raises ConfigurationError for unsupported placements.
     """
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
@@ -117,10 +113,9 @@ def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Return True if FSDP shards or replicates over every dimension of the parameter's mesh, but perhaps the last.
+    """Return True if FSDP divides over every dimension of the parameter's mesh, but perhaps the last.
 
-    The last may be that of tensor parallelism. Placements do not decide this: a norm of a tensor-parallel model has
-    the placements of HSDP.
+    Placements do not decide this: a norm of a tensor-parallel model has the placements of HSDP.
     """
     mesh, info = parameter.sharded_param.device_mesh, parameter.mesh_info
     own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
