@@ -82,8 +82,7 @@ class FSDP2Sharding(Sharding):
         return placed_parts(mesh, self.compute_device, cut, self.parameters, declared)
 
     def _slice(self, parts: ModelParts) -> None:
-        """Let the ranks of a model divide sums of terms as FSDP divides parameters; see [Note: A reduction in two
-        levels].
+        """Let the ranks of a model divide sums as FSDP divides parameters; see [Note: A reduction in two levels].
 
         If FSDP's mesh has ranks of one model, all parameters must be terms, and these ranks evenly spaced.
         """
