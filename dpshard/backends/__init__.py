@@ -1,9 +1,8 @@
 """Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
-A `Backend` has a `Communicator`, a `Sharding`, a `Reduction` and a `GradientStore` (roles.py). Noise meets a rank's
-shards in grad_store.py. Ranks with parts of one model: model_parts.py, slices.py, expert_parts.py, tensor_parallel.py,
-stages.py, stage_sums.py, stage_shards.py; model_parallel.py refuses all others. May import `clipping`, `noise` and
-below.
+Noise meets a rank's shards in grad_store.py. Ranks with parts of one model: model_parts.py, slices.py, expert_parts.py,
+tensor_parallel.py, stages.py, stage_sums.py, stage_shards.py; model_parallel.py refuses others. May import `clipping`,
+`noise` and below.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
 
-[Note: Parts of terms] The ranks of one model are a grid: C groups of T. Each group holds the model in parts (DTensors),
-and has a part of every sequence. So a rank's record is a term of a part of the sample's gradient. Terms over T, of
-normalisation under SequenceParallel, are added first. Then a reduce-scatter over C adds the terms, and leaves each rank
-a slice of its part. Squares of slices add up over C. Over T they add up for parts; the first rank counts what all T
-hold.
+[Note: Parts of terms] The ranks of one model are a grid: C groups of T. Each group holds the model in parts, and has a
+part of every sequence. So a rank's record is a term of a part of the sample's gradient. Terms over T, of normalisation
+under SequenceParallel, are added first. Then a reduce-scatter over C adds the terms, and leaves each rank a slice.
+Squares of slices add up over C, those of parts over T; the first rank counts what all T hold.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged as they arrive.
 
-[Note: Reduced or not] DDP decides in its own forward whether the next backward reduces. A script may bypass it
-(`model.module(x)`), call `no_sync()` around the last micro-batch, or run backward late. Then `.grad` holds one rank's
-sums, W times too large for the noise. Reduced sums are bitwise equal on all ranks, so ranks compare the digests of
-their sums before the noise.
+[Note: Reduced or not] A script may bypass DDP's forward (`model.module(x)`), call `no_sync()` around the last
+micro-batch, or run backward late. Then `.grad` holds one rank's sums, W times too large for the noise. Reduced sums are
+bitwise equal on all ranks, so ranks compare the digests of their sums before the noise.
 """
 
 from __future__ import annotations

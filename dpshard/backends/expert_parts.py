@@ -1,10 +1,9 @@
 """Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
-[Note: Rows of other ranks' samples] Each of W ranks has B samples. An expert meets rows of all W * B, and its records,
-norms and factors are of all; those of other parameters are of the rank's own B. Squared norms add up over the ranks,
-because a sample's gradient has other elements on each. So all ranks get the same norms and factors [W * B]. An expert's
-clipped sum is complete on its rank; other sums are reduced over the ranks. Rows that leave a rank get the numbers of
-their samples plus (rank + 1) * B: no function must take them for own rows.
+[Note: Rows of other ranks' samples] Each of W ranks has B samples. An expert's records, norms and factors are of all W
+* B, those of other parameters of the rank's own B. A sample's gradient has other elements on each rank, so squared
+norms add up, and all ranks get the same factors [W * B]. An expert's clipped sum is complete on its rank; others are
+reduced. Rows that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken for own rows.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
 [Note: Guarding the gradients] Any code may change a clipped sum in `.grad`. So
 - a hook on every parameter accepts only the tensor object that its anchor returned;
-- the code that adds a sum records `.grad` and its version. The end of backward records a checksum of its bits. All must
-be unchanged before more gradients or noise are added. The version reveals writes that change no bit (zero_() on zeros),
-the checksum writes that torch does not count: through `.data`, and by torch._foreach_* on shards;
+- `.grad`, its version, and a checksum of its bits must be unchanged before more gradients or noise are added. The
+  version reveals writes that change no bit. The checksum reveals writes that torch does not count: through `.data`, and
+  by torch._foreach_* on shards;
 - checksums are compared at the first anchor of the next pass, and before the noise. On an accelerator only the release
-reads the result, because reading would stall. If modules have backward hooks, each gradient gets a checksum as it
-arrives, and each anchor compares. A tensor hook's write through `.data` within the pass is not detected;
+  reads the result, because reading would stall. If modules have backward hooks, each anchor compares. A tensor hook's
+  write through `.data` within the pass is not detected;
 - the store releases the tensors whose bits were digested, whatever lies in `.grad` by then;
 - foreign hooks on a parameter, and the loss of an own one, are refused.
 Only the sums of a failed backward pass, which are incomplete, may be dropped.

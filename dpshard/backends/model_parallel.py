@@ -1,7 +1,7 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
-[Note: Parts of a sample] A rank with only a part of a sample's gradient, and no declaration (model_parts.py), knows no
-norm: the sample counts for more than R. Four signs:
+[Note: Parts of a sample] With a part of a sample's gradient, and no declaration (model_parts.py), the sample counts for
+more than R. Four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);

@@ -1,10 +1,9 @@
-"""The ranks that hold the parts of one model, and where each part lies.
+"""The ranks that hold the parts of one model. See also [Note: Norms of parts] in clipping/parts.py.
 
-[Note: Two kinds of ranks] (See also [Note: Norms of parts] in clipping/parts.py.) Data ranks share the samples of a
-logical batch; model ranks share the model, and see the same samples. Together they are a grid of all ranks. The sampler
-counts only data ranks. All model ranks add up a norm in one order, so its factor is bitwise equal on them. The digest
-has the sums of all parts, and whole sums once, so the noise is that of one process. Whole sums must have one digest on
-all model ranks, or grid.py refuses the release: a gradient that only one model rank has is in no other norm.
+[Note: Two kinds of ranks] Data ranks share the samples of a logical batch; model ranks share the model, and see the
+same samples. Together they are a grid of all ranks. All model ranks add up a norm in one order, so its factor is
+bitwise equal on them. The digest has the sums of all parts, and whole sums once, so the noise is that of one process.
+Whole sums must have one digest on all model ranks: a gradient that only one of them has is in no other norm.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
-A stage behind the first one sees only activations, and schedules mix chunks. Only `forward_one_chunk(fwd_chunk_id)`, on
-the stack of the forward, says whose they are.
+A later stage sees only activations. Only `forward_one_chunk(fwd_chunk_id)`, on the stack of the forward, says whose.
 """
 
 from __future__ import annotations

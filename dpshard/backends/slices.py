@@ -1,10 +1,10 @@
 """Slices: how the ranks of one model divide the sums of their terms.
 
-[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms, which
-precedes its square. A reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of slices
-add up. The factor scales the slice, and the data ranks sum only slices. With n elements, C ranks of a model and D data
-ranks, a rank sends n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements, as in one reduce-scatter over all. FSDP may
-shard over all ranks, or over the data ranks, whose shards the model's ranks then gather.
+[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms. A
+reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of slices add up. The factor scales
+the slice, and the data ranks sum only slices. Take n elements, C ranks of a model and D data ranks. A rank sends n (1 -
+1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements, as in one reduce-scatter over all. FSDP may shard over all ranks, or over
+the data ranks, whose shards the model's ranks then gather.
 """
 
 from __future__ import annotations

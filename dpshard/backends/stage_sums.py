@@ -1,8 +1,8 @@
 """The clipped sums of a pipeline's stage, which the data ranks hold as replicas or shards.
 
-[Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP reduces in
-the last backward, and FSDP2 when the schedule ends: too early. So the engine sums over the data ranks: replicas once in
-a logical batch, shards after each step of the schedule, because whole sums take memory.
+[Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP and FSDP2
+reduce earlier. So the engine sums over the data ranks. It sums replicas once in a logical batch, shards after each step of
+the schedule, because whole sums take memory.
 """
 
 from __future__ import annotations

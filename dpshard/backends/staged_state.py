@@ -1,7 +1,4 @@
-"""Model and optimizer of a pipeline for a checkpoint: stages save under names of the whole model.
-
-So a checkpoint is that of one process. torch.distributed.checkpoint writes each element of a name once.
-"""
+"""Model and optimizer of a pipeline for a checkpoint: stages save under names of the whole model."""
 
 from __future__ import annotations
 

@@ -1,10 +1,9 @@
 """Stages of a pipeline: each rank of a group holds other layers of one model.
 
-[Note: Stages] Stages share one mechanism: one secret, one draw, one ledger, and the clipping groups of the whole model,
-so one R. A group within a stage is clipped in the backward of each chunk, without communication. A group on several
-stages keeps its records until the schedule's step is done; then stages add up norms, all chunks at once. Parameters
-have names of their own on every stage, since noise is keyed by them. Stages compare checksums before the release: all
-must have run the same chunks of the same draw.
+[Note: Stages] Stages share one secret, one draw, one ledger, and the clipping groups of the whole model, so one R. A
+group within a stage is clipped in the backward of each chunk. A group on several stages keeps its records until the
+schedule's step is done; then stages add up norms. Parameters have names of their own on every stage, since noise is
+keyed by them. Stages compare checksums before the release: all must have run the same chunks of the same draw.
 """
 
 from __future__ import annotations

@@ -5,15 +5,11 @@
     parameters --> Anchor (1 a group)   --token--> Tap (on an output) --> rest of the forward
     parameters --> Anchor   --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
-A tap passes the output gradient on, and hands it and the kept tensors to the tape. Autograd runs an anchor after all
-its taps; it returns the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters
-gradients.
+A tap hands the output gradient and the kept tensors to the tape. Autograd runs an anchor after all its taps; it returns
+the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters gradients. A compiled
+region cannot reach the tape: its taps return records as gradients of a slot's dummies.
 
-Tokens have gradients on GPUs. Without one, autograd makes no anchor's stream wait for its taps', and some versions of
-torch run the anchor in another thread.
-
-A compiled region cannot reach the tape. Its taps return records as gradients of a slot's dummies. A slot also receives
-gradients of per-sample copies of a parameter.
+Tokens have gradients on GPUs: autograd then makes an anchor's stream wait for its taps', in one thread.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The uses of one compiled region: their slots come from one node, and their gradients arrive together.
+"""The uses of one compiled region.
 
 [Note: Rows of uses] Uses that can be recorded together form a row, and share the dummies of their slot. The region cuts
 these along the samples, so its code joins their records.

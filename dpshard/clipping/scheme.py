@@ -2,8 +2,8 @@
 
 [Note: Shared anchors] An anchor, and the closing of a group, cost hundreds of Python calls. So consecutive groups share
 an anchor while their clipped sums are `WAITING` bytes at most. Groups whose uses all wait for equal ones close
-together. Other groups close at their last record, to free their records early. On a GPU they wait for each other up to
-`COMPLETE` bytes, to share launches. A group that backward reaches in part waits for its anchor.
+together, others at their last record. On a GPU these wait for each other up to `COMPLETE` bytes, to share launches. A
+group that backward reaches in part waits for its anchor.
 
 Three kinds of groups keep their own anchors. Ranks with parts of a model must meet in each group, in one order.
 Offloaded records are fetched group by group. Sums of a group that spans stages wait for norms of other ranks.

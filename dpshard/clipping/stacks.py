@@ -1,9 +1,8 @@
 """Small uses of parameters that are recorded together.
 
 [Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. So its
-tensors wait until its group closes. Then all uses with equal recipes and sizes become one use of the samples of all.
-Norm and sum both see what waits as it is then, so a write in the meantime breaks no bound. It is refused, because it
-changes the gradient.
+tensors wait until its group closes. Then all uses with equal recipes and sizes become one. A write in the meantime is
+refused, although it breaks no bound: norm and sum both see it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The tape: from per-sample records to clipped sums, within one backward pass.
 
-All forwards of a micro-batch of `engine.batches` share a tape, because a sample has one gradient and one coefficient.
-Groups close, and free their records, early: autograd runs younger nodes, so the anchors of late layers, first.
+All forwards of a micro-batch share a tape, because a sample has one gradient and one coefficient. Groups close, and
+free their records, early: autograd runs younger nodes, so the anchors of late layers, first.
 """
 
 from __future__ import annotations

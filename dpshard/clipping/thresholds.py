@@ -2,14 +2,14 @@
 
 [Note: Counts within the same noise] Each group counts its unclipped samples: the sum over samples of b - 1/2, b in {0,
 1}. One sample changes it by 1/2. A sample without a gradient in the group has b = 1, because other samples may decide
-whether a group runs. One Gaussian mechanism releases the sums, of sensitivity S = sqrt(sum R_m^2) and noise deviation
-s, and the M counts, of sqrt(M) / 2 and t. In units of its noise, one sample changes the whole by
+whether a group runs. One Gaussian mechanism releases all. The sums have sensitivity S = sqrt(sum R_m^2) and noise
+deviation s, the M counts sqrt(M) / 2 and t. In units of its noise, one sample changes the whole by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
-if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So under any sampling a step is the same release as
-with fixed thresholds. The next step may use the released counts (adaptive composition). Andrew et al. 2021,
-arXiv:1905.03871, Thm. 1; several groups: He et al. 2022, arXiv:2212.01539.
+if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So a step is the same release as with fixed
+thresholds. The next one may use the released counts (adaptive composition). Andrew et al. 2021, arXiv:1905.03871, Thm.
+1; several groups: He et al. 2022, arXiv:2212.01539.
 
 [Note: Noise of one count] Ranks that repeat a step may count a sample at its threshold differently. The noise depends
 on the exact counts ([Note: Equal sums, equal noise] in noise/digest.py), so all later steps then get independent noise.

@@ -5,8 +5,8 @@ key depended only on step t and its sums. Two branches of a run, with other sums
 would share z_t. Then the difference of their rows t of C S + Z has no noise, but the sums of step s. So a step's key,
 its *link*, is derived from its sums and the link before.
 
-A release repeats an earlier one, at no cost, only if all sums on the path to it are equal. Its identity has 16 bytes: 6
-name the release before it, and of its own 10 the first 6 name it (accounting/history.py).
+A release repeats an earlier one, at no cost, only if all sums on the path to it are equal. Its identity has 6 bytes of
+the release before it, and 10 of its own (accounting/history.py).
 """
 
 from __future__ import annotations

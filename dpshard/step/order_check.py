@@ -1,7 +1,7 @@
 """Check the samples of a run's batches.
 
-In a fixed order, content identifies samples of a stream or the user's own loop ([Note: Participation] in
-sampling/participation.py), the index all others. A run has one kind of source: another could repeat samples too early.
+In a fixed order, content identifies samples of streams and own loops ([Note: Participation] in
+sampling/participation.py), an index all others. A run has one kind of source: another could repeat samples too early.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one per rank.
 
 [Note: What reaches DeepSpeed] Anchors differentiate dummies, so in a private backward no gradient reaches a parameter.
-Any other gradient is a leak, and raises. Clipped sums are summed over ranks into accumulators laid out like DeepSpeed's
-fp32 partitions ([Note: Why DeepSpeed does not reduce]). At the inner optimizer's step (hook of step/optimizer_hook.py)
-the noised and divided accumulator becomes the partition's gradient. Without privatization a step has no gradient.
+Any other gradient is a leak, and raises. Clipped sums are summed over ranks into accumulators laid out like the
+partitions. At the inner optimizer's step the noised and divided accumulator becomes the partition's gradient. Without
+privatization a step has no gradient.
 """
 
 from __future__ import annotations

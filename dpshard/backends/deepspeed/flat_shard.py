@@ -1,7 +1,7 @@
 """Runs of a flattened tensor as boxes for torch.distributed.checkpoint.
 
 DeepSpeed cuts parameters even within a row. A run is a few contiguous boxes: the end of a row, whole rows, the
-beginning of a row. So checkpoints do not depend on ranks, stage or back-end.
+beginning of a row.
 """
 
 from __future__ import annotations

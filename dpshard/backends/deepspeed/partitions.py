@@ -2,8 +2,7 @@
 
 A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
 and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks, the last ones
-padded, and concatenates a rank's chunks. This module reads the layout from private attributes, and checks that every
-fragment of a master equals the elements of its parameter.
+padded, and concatenates a rank's chunks. The layout is private, so every fragment is compared with its parameter.
 """
 
 from __future__ import annotations

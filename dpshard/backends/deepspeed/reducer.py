@@ -1,9 +1,8 @@
 """Sums clipped sums over ranks, directly into each rank's fragments.
 
 [Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype, averages them over ranks, and
-divides by the accumulation steps. At stage 3 it re-applies a stale gradient of an unused parameter. So clipped sums
-never become gradients of parameters. This module sums them during backward, in float32 or wider. DeepSpeed's optimizer
-first gets them with their noise.
+divides by the accumulation steps. At stage 3 it re-applies a stale gradient of an unused parameter. So it gets clipped
+sums only with their noise. This module sums them, in float32 or wider.
 """
 
 from __future__ import annotations

@@ -3,12 +3,9 @@
 [Note: Living with gathered parameters] Hooks of DeepSpeed gather a module's parameters before its forward and backward,
 and free them after each. So
 - the function mode must not attribute the hooks' torch functions on parameters to the model;
-- the hooks' autograd functions, which detect backward, mark no parameter, and no tensor derived only from parameters
-(the embedding of positions): sources are found by identity, and backward does not reach these;
-- autograd would keep every gathered parameter until backward, through the detached parameters of rules. So it saves a
-reference, and backward gathers the parameter again;
-- start-up runs forwards and backwards within a forward. They must not change the module order that DeepSpeed learns,
-nor its counts of forwards that await backward;
+- the hooks must mark no parameter, and no tensor derived only from parameters: sources are found by identity;
+- autograd would keep every gathered parameter until backward, so it saves a reference, and backward gathers it again;
+- forwards and backwards of the start-up must not change the module order that DeepSpeed learns, nor its counts;
 - derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
 """
 

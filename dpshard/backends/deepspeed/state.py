@@ -1,7 +1,4 @@
-"""The state of a DeepSpeed training for a checkpoint: fragments of the fp32 partitions.
-
-The forward's half-precision copies are made from them again.
-"""
+"""The state of a DeepSpeed training for a checkpoint: fragments of the fp32 partitions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""FSDP2 (`fully_shard`), 1-D or hybrid. Begin with the note in `reduction.py`.
-
-`sharding.py`: shards and unsharding. `units.py`: units and meshes. `DotGradStore` keeps gradients. May import what
-`backends` may.
-"""
+"""FSDP2 (`fully_shard`), 1-D or hybrid. Begin with the note in `reduction.py`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,11 @@
 """From clipped sums to shards, instead of FSDP2's own reduction.
 
 [Note: From clipped sums to shards] Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The
-clipped sums of a unit (parameters that FSDP gathers and frees together) fill one bucket, which one reduce-scatter takes
-to the shards during backward. But
-- ranks are summed, never averaged: the sensitivity is that of the sum;
-- buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does;
-- all ranks reduce all units in one fixed order, also units with layers that did not run here.
-A unit goes to its shards when its last sum arrives, so ranks must use the same parameters, as under FSDP. After
+clipped sums of a unit, which FSDP gathers and frees together, fill one bucket for one reduce-scatter during backward.
+- Ranks are summed, never averaged: the sensitivity is that of the sum.
+- Buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does.
+- All ranks reduce all units in one fixed order, also units with layers that did not run here.
+A unit goes to its shards at its last sum, so ranks must use the same parameters. After
 `set_reduce_scatter_unused_params(True)`, all units are reduced at the end of backward instead.
 """
 
