@@ -58,7 +58,7 @@ class Backend:
         return self.sharding.parts if isinstance(self.sharding.parts, Stages) else None
 
     def partition(self, style: str | Sequence[Sequence[str]], max_grad_norm: float) -> tuple[ClippingGroup, ...]:
-        """Return the clipping groups of the whole model."""
+        """Clipping groups of the whole model."""
         form = partition if self.stages is None else self.stages.partition
         return form(self.sharding.core, style, list(self.sharding.parameters), max_grad_norm)
 
@@ -120,7 +120,7 @@ class Backend:
         return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return the column maxima, except of the faults, column 0; raise if any rank has one."""
+        """Column maxima, except of the faults, column 0; raise if any rank has one."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

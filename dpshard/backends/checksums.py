@@ -20,7 +20,7 @@ _MOST_KEPT = 1024
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
-    """Return the names of `tensors` and their checksums, int64 [N], on the device of the first.
+    """Names of `tensors` and their checksums, int64 [N], on the device of the first.
 
     Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
     order.

@@ -44,7 +44,7 @@ class Communicator:
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def broadcast(self, secret: bytes) -> bytes:
-        """Return the bytes of rank 0."""
+        """Bytes of rank 0."""
         if self.group is None:
             return secret
         shared = torch.tensor(list(secret), dtype=torch.uint8, device=self._device)
@@ -52,7 +52,7 @@ class Communicator:
         return bytes(shared.cpu().tolist())
 
     def all_gather(self, x_X: Tensor) -> Tensor:
-        """Return the vectors of all ranks as rows [W, X], in one collective."""
+        """Vectors of all ranks as rows [W, X], in one collective."""
         if self.group is None:
             return x_X[None]
         own_X = x_X.to(self._device)
@@ -61,7 +61,7 @@ class Communicator:
         return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
-        """Return the names of the facts (plain values) that differ between ranks."""
+        """Names of the facts (plain values) that differ between ranks."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))

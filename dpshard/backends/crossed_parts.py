@@ -26,7 +26,7 @@ def placed_parts(
     parameters: Mapping[str, Tensor],
     declared: DeclaredParts | None,
 ) -> ModelParts:
-    """Return the parts of a model of DTensors on `mesh`. `cut`: see ModelParts.
+    """Parts of a model of DTensors on `mesh`. `cut`: see ModelParts.
 
     Raises ConfigurationError unless the user declares only terms of all `parameters`, over other ranks.
     """

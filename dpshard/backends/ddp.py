@@ -29,7 +29,7 @@ from dpshard.records import WIDE, accum_dtype
 
 
 def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None = None) -> Backend:
-    """Return the back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
+    """Back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside training.
@@ -131,7 +131,7 @@ class DDPReduction:
             add(self._store.wide_sums, name, total)
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the first rank; raise LogicalBatchError if others differ."""
+        """Digest of the first rank; raise LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "DistributedDataParallel did not reduce the clipped sums of this logical batch: they differ between "

@@ -2,7 +2,7 @@
 
 [Note: Rows of other ranks' samples] Each of W ranks has B samples. An expert's records, norms and factors are of all W
 * B, those of other parameters of the rank's own B. A sample's gradient has other elements on each rank, so squared
-norms add up, and all ranks get the same factors [W * B]. An expert's clipped sum is complete on its rank; others are
+norms add up. All ranks get the same factors [W * B]. An expert's clipped sum is complete on its rank; others are
 reduced. Rows that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken for own rows.
 """
 
@@ -121,6 +121,6 @@ class ExpertRanks:
             )
 
     def whole(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digests [W, L] of all sums, from those of experts and of reduced sums, [W, 2 L + 1]."""
+        """Digests [W, L] of all sums, from those of experts and of reduced sums, [W, 2 L + 1]."""
         experts_WL, reduced_WL = ranks_WL[:, :-1].chunk(2, 1)
         return experts_WL.sum(0) + reduced_WL

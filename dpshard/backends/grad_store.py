@@ -43,11 +43,11 @@ class GradShards(Protocol):
         ...
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole gradient."""
+        """Whole gradient."""
         ...
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum over different shards."""
+        """Sum over different shards."""
         ...
 
 
@@ -70,12 +70,12 @@ class DotGradStore:
     # --- during backward
 
     def whole_sum(self, name: str, total: Tensor | None) -> Tensor | None:
-        """Return the whole of a clipped sum, given perhaps a slice."""
+        """Whole of a clipped sum, given perhaps a slice."""
         parts = self._sharding.parts
         return total if parts is None else parts.whole_sum(name, total, self._parameters[name])
 
     def through_autograd(self, name: str, clipped_sum: Tensor | None, wide_sums: dict[str, Tensor]) -> Tensor | None:
-        """Return the gradient that adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
+        """Gradient that adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
         parameter = self._parameters[name]
         if clipped_sum is None or not parameter.requires_grad:  # frozen since
             return None

@@ -21,7 +21,7 @@ class Grid:
         self._sizes, self._order = places_of(data, parts, everyone)
 
     def whole(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digests [data ranks, L], from those of parts, whole sums and inputs [all ranks, 2 L + 1].
+        """Digests [data ranks, L], from those of parts, whole sums and inputs [all ranks, 2 L + 1].
 
         Raises LogicalBatchError if the model ranks' inputs or whole sums differ.
         """
@@ -40,7 +40,7 @@ def _differ(x: Tensor) -> bool:
 
 
 def _first(digests: Tensor) -> Tensor:
-    """Return the digests [..., L] that all ranks [..., ranks, L] have; raise LogicalBatchError if they differ."""
+    """Digests [..., L] that all ranks [..., ranks, L] have; raise LogicalBatchError if they differ."""
     if _differ(digests.transpose(-1, -2)):
         raise LogicalBatchError(
             "The clipped sums of parameters that every rank of one model holds whole differ between these ranks. "
@@ -53,12 +53,12 @@ def _first(digests: Tensor) -> Tensor:
 
 
 def sizes_of(data: Communicator, parts: ModelParts) -> tuple[int, ...]:
-    """Return the sizes of a grid: those of the data ranks, then of the model's, outermost first."""
+    """Sizes of a grid: those of the data ranks, then of the model's, outermost first."""
     return data.world_size, *(axis.size for axis in parts.axes)
 
 
 def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
-    """Return the sizes of the grid, and all ranks in its order; a collective.
+    """Sizes of the grid, and all ranks in its order; a collective.
 
     Raises ConfigurationError without such a grid.
     """

@@ -19,7 +19,7 @@ from dpshard.records import as_real
 
 
 def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
-    """Return the back-end of a model in one process, or of plain tensors that are parts of one."""
+    """Back-end of a model in one process, or of plain tensors that are parts of one."""
     if declared is None:
         sharding = Unsharded(model)
         store = DotGradStore(sharding)
@@ -65,7 +65,7 @@ class NoReduction:
         """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the only rank."""
+        """Digest of the only rank."""
         return ranks_WL.sum(0)
 
     def detach(self) -> None:

@@ -87,7 +87,7 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
 
 
 def placed_parameters(model: nn.Module) -> list[str]:
-    """Return the names of parameters that are DTensors."""
+    """Names of parameters that are DTensors."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it is slow
         return []
     from torch.distributed.tensor import DTensor

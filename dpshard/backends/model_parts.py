@@ -3,7 +3,7 @@
 [Note: Two kinds of ranks] Data ranks share the samples of a logical batch; model ranks share the model, and see the
 same samples. Together they are a grid of all ranks. All model ranks add up a norm in one order, so its factor is
 bitwise equal on them. The digest has the sums of all parts, and whole sums once, so the noise is that of one process.
-Whole sums must have one digest on all model ranks: a gradient that only one of them has is in no other norm.
+Whole sums must have one digest on all model ranks: a gradient of only one is in no other norm.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class ModelParts:
 
     @classmethod
     def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
-        """Return the parts that a user declares; see `kinds_of`."""
+        """Parts that a user declares; see `kinds_of`."""
         group, kinds = declared
         cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
         return cls(group, device, cut, termwise)
@@ -99,7 +99,7 @@ class ModelParts:
         return self.mesh is None
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
-        """Return the first rank's numbers; all ranks pass as many."""
+        """First rank's numbers; all ranks pass as many."""
         return self.gather(torch.tensor(list(numbers), device="cpu"))[0].tolist()
 
     @property
@@ -182,11 +182,11 @@ class ModelParts:
         return self.norm_sq(cut_X, whole_X)
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        """Return the sum of a vector over the ranks: each adds the same numbers in the same order."""
+        """Sum of a vector over the ranks: each adds the same numbers in the same order."""
         return self.gather(x).sum(0)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Return the tensors of all ranks [ranks, *shape]."""
+        """Tensors of all ranks [ranks, *shape]."""
         own = x.detach().to(self.device).contiguous()
         rows = own.new_empty(self.size, *own.shape)
         dist.all_gather_into_tensor(rows.view(-1), own.view(-1), group=self.group)
@@ -235,7 +235,7 @@ class ModelParts:
         return as_complex(self.slices.whole(name, total, as_real(parameter).shape), parameter.dtype)
 
     def divide(self, shards: Sequence[SumShard]) -> tuple[list[SumShard], list[SumShard]]:
-        """Return the shards that are parts, and those that are whole on every rank."""
+        """Shards that are parts, and those that are whole on every rank."""
         if self.spread:
             return list(shards), []
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
@@ -247,12 +247,12 @@ class ModelParts:
     # --- where parts lie
 
     def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
-        """Return the whole shape of a plain parameter; each rank holds an equal part."""
+        """Whole shape of a plain parameter; each rank holds an equal part."""
         dim = self._cut.get(name)
         return torch.Size(n * self.size if d == dim else n for d, n in enumerate(part))
 
     def part_shape(self, name: str, whole: Sequence[int]) -> torch.Size:
-        """Return the shape of this rank's part."""
+        """Shape of this rank's part."""
         dim = self._cut.get(name)
         return torch.Size(self._span(n)[1] if d == dim else n for d, n in enumerate(whole))
 
@@ -273,7 +273,7 @@ class ModelParts:
         return begin, min(n, begin + most) - begin
 
     def joined(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole of a plain parameter or gradient; all model ranks call it."""
+        """Whole of a plain parameter or gradient; all model ranks call it."""
         return torch.cat(list(self.gather(part)), self._cut[name]) if name in self._cut else part
 
 

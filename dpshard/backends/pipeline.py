@@ -25,7 +25,7 @@ from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
-    """Return the back-end of a stage; data ranks may have replicas or shards of it.
+    """Back-end of a stage; data ranks may have replicas or shards of it.
 
     Raises ConfigurationError if only a part of it has replicas.
     """

@@ -30,7 +30,7 @@ class Ranks:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks."""
+        """Values of all ranks."""
         if self.alone:
             return [value]
         values: list[Any] = [None] * self.size
@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Return the results of `work()` on all ranks; all raise a DpshardError of one."""
+        """Results of `work()` on all ranks; all raise a DpshardError of one."""
         outcomes = self.gather(_outcome(work))
         for _, error in outcomes:
             if error is not None:

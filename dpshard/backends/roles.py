@@ -24,7 +24,7 @@ class Reduction(Protocol):
         ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the block around one micro-batch."""
+        """Block around one micro-batch."""
         ...
 
     def runs_everywhere(self, *, last: bool) -> bool:
@@ -45,7 +45,7 @@ class Reduction(Protocol):
         ...
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest [L] of the sums from the ranks' contributions; LogicalBatchError if replicas differ."""
+        """Digest [L] of the sums from the ranks' contributions; LogicalBatchError if replicas differ."""
         ...
 
     def detach(self) -> None:
@@ -72,7 +72,7 @@ class GradientStore(Protocol):
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient before the optimizer's step, if it will find one.
+        """Whole private gradient before the optimizer's step, if it will find one.
 
         All ranks call it, for the same names in one order.
         """

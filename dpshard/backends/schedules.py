@@ -29,7 +29,7 @@ class Chunk:
 
 
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
-    """Return the chunk of the forward of `module` that begins; None if nobody takes its gradients.
+    """Chunk of the forward of `module` that begins; None if nobody takes its gradients.
 
     Raises LogicalBatchError outside of a schedule, ConfigurationError for unsupported schedules and stages.
     """

@@ -98,7 +98,7 @@ class Sharding(ABC):
         return self.differentiated
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the tensors that plain autograd differentiates for a parameter, whose gradients add up."""
+        """Tensors that plain autograd differentiates for a parameter, whose gradients add up."""
         return [self.differentiated[name]]
 
     @property
@@ -214,15 +214,15 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a parameter-like tensor from this rank's `shard`; all ranks call it, in one order."""
+        """Whole of a parameter-like tensor from this rank's `shard`; all ranks call it, in one order."""
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole parameter as the optimizer sees it; called like `unshard`."""
+        """Whole parameter as the optimizer sees it; called like `unshard`."""
         return self.unshard(name, self.parameters[name].detach())
 
     @abstractmethod
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over different shards of the data ranks."""
+        """Sum of a scalar over different shards of the data ranks."""
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and `optimizer` for a checkpoint."""
@@ -307,7 +307,7 @@ class Unsharded(Sharding):
         return nullcontext()
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a part."""
+        """Whole of a part."""
         return shard if self.parts is None else self.parts.joined(name, shard)
 
     def place(self, name: str) -> Place:

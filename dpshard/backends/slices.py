@@ -42,7 +42,7 @@ class Slices:
         """Pieces in the order of chunks; data rank d is (d // step, d % step)."""
 
     def width(self, name: str, shape: Sequence[int]) -> int:
-        """Return the elements of a slice for one data rank, of a parameter of real `shape`."""
+        """Elements of a slice for one data rank, of a parameter of real `shape`."""
         return -(-self._chunk(name, shape) // self._divided)
 
     def _chunk(self, name: str, shape: Sequence[int]) -> int:
@@ -60,14 +60,14 @@ class Slices:
         return own_B
 
     def whole(self, name: str, own: Tensor, shape: Sequence[int]) -> Tensor:
-        """Return the tensor [*shape] from the ranks' slices."""
+        """Tensor [*shape] from the ranks' slices."""
         outer, _, step = self._pieces
         pieces = self._gathered(own).view(self._ranks, outer, step, -1).transpose(0, 1)
         chunks = pieces.reshape(self._chunks, -1)[:, : self._chunk(name, shape)]
         return chunks.reshape(-1)[: math.prod(shape)].view(tuple(shape))
 
     def joined(self, own: Tensor) -> Tensor:
-        """Return the slices [ranks, n] of this rank's chunk from its own [n], n of any parameters in a row."""
+        """Slices [ranks, n] of this rank's chunk from its own [n], n of any parameters in a row."""
         return own[None] if self._divided == 1 else self._gathered(own)
 
     def _gathered(self, own: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list[int]] | None:
-    """Return the places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced.
+    """Places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced.
 
     In a flattened mesh (..., model, ...) their distance is the size of the dimensions behind.
     """

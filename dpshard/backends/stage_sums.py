@@ -1,8 +1,8 @@
 """The clipped sums of a pipeline's stage, which the data ranks hold as replicas or shards.
 
 [Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP and FSDP2
-reduce earlier. So the engine sums over the data ranks. It sums replicas once in a logical batch, shards after each step of
-the schedule, because whole sums take memory.
+reduce earlier. So the engine sums over the data ranks. It sums replicas once in a logical batch. It sums shards after
+each step of the schedule, because whole sums take memory.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class WholeSums(DirectReduction, LateSums):
         return self._store.wide_sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of the first replica; LogicalBatchError if others differ."""
+        """Digest of the first replica; LogicalBatchError if others differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "The clipped sums of this logical batch differ between the replicas of a pipeline, so the replicas "

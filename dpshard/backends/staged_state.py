@@ -62,7 +62,7 @@ class StagedState(NamedState):
 
 
 def joined(stages: Sequence[Groups]) -> Groups:
-    """Return the parameter groups of all stages; groups of different stages with equal settings are one."""
+    """Parameter groups of all stages; groups of different stages with equal settings are one."""
     found: Groups = []
     for groups in stages:
         others = list(found)

@@ -87,7 +87,7 @@ class Stages(ModelParts):
         return True
 
     def exchange(self, value: Any) -> list[Any]:
-        """Return the plain values of all ranks."""
+        """Plain values of all ranks."""
         own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device="cpu")
         lengths = self.gather(torch.tensor([len(own)], device="cpu")).flatten().tolist()
         rows = self.gather(torch.cat([own, own.new_zeros(max(lengths) - len(own))]))
@@ -123,7 +123,7 @@ class Stages(ModelParts):
         return form_groups(groups, trainable=list(self._owner), max_grad_norm=max_grad_norm)
 
     def spanning(self, groups: Sequence[ClippingGroup]) -> frozenset[int]:
-        """Return the numbers of the groups with parameters on several stages."""
+        """Numbers of the groups with parameters on several stages."""
         return frozenset(group.index for group in groups if len({self._owner[name] for name in group.names}) > 1)
 
     # --- what stages have run

@@ -30,7 +30,7 @@ _PLACED = (
 
 
 def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
-    """Return the back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples."""
+    """Back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples."""
     parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()}, declared)
     data, everyone = Communicator(), all_ranks(parts.device)
     sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
@@ -45,7 +45,7 @@ def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = N
 
 
 def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -> ModelParts:
-    """Return the parts of a model: DTensors on one mesh, and plain tensors, which are whole.
+    """Parts of a model: DTensors on one mesh, and plain tensors, which are whole.
 
     Raises ConfigurationError for other placements.
     """
@@ -91,7 +91,7 @@ class PlacedSharding(Unsharded):
         return x.to_local() if isinstance(x, DTensor) else x
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a DTensor."""
+        """Whole of a DTensor."""
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -44,7 +44,7 @@ class TrainingState(Protocol):
     """Model and optimizer for a checkpoint. All ranks call every method, in one order."""
 
     def snapshot(self) -> Snapshot:
-        """Return the present state."""
+        """Present state."""
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
@@ -99,7 +99,7 @@ class NamedState:
         return [group | {"params": [self._name(p) for p in group["params"]]} for group in self.optimizer.param_groups]
 
     def _fitting(self, saved: Groups) -> Groups:
-        """Return the optimizer's groups with the saved settings of their parameters."""
+        """Optimizer's groups with the saved settings of their parameters."""
         settings_of = {name: group for group in saved for name in group["params"]}
         found: Groups = []
         for own in self._groups():

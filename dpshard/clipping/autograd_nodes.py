@@ -278,7 +278,7 @@ def fused_tap(
     ends: Sequence[Tensor],
     arrive: Arrive,
 ) -> Tensor:
-    """Return the output of a planned function, tapped. `operands`: weight and bias, both parameters."""
+    """Output of a planned function, tapped. `operands`: weight and bias, both parameters."""
     return _apply_fused_tap(arrive, run, gradient, operands, input, *ends)
 
 

@@ -107,7 +107,7 @@ class Closer:
                 self._streams.setdefault(anchor, set()).add(torch.cuda.current_stream(self._scheme.gpus[anchor]))
 
     def group(self, name: str) -> GroupTape:
-        """Return the group of a used parameter."""
+        """Group of a used parameter."""
         return self.groups[self._scheme.group_of[name].index]
 
     # --- groups close
@@ -166,7 +166,7 @@ class Closer:
             scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
 
     def _stacks_of(self, anchor: int, indices: Sequence[int] | None) -> list[Stack]:
-        """Return the stacks of groups; pass uses without a stack to their groups."""
+        """Stacks of groups; pass uses without a stack to their groups."""
         if anchor not in self._stacks:
             return []
         stacks, alone = self._stacks[anchor].take(indices)

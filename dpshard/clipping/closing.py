@@ -60,7 +60,7 @@ class Clipped:
     """Samples of weight 0; None if all norms are finite."""
 
     def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Return the clipped sums of a stack, whose groups are `rows`."""
+        """Clipped sums of a stack, whose groups are `rows`."""
         if len(self.norm_MB) == 1:
             shape = len(rows), self.norm_MB.shape[1]
             nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
@@ -73,7 +73,7 @@ class Clipped:
 def squared_norms(
     groups: int, own: Mapping[int, Sequence[Tensor]], stacked: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Tensor | None:
-    """Return the squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B]; None without any.
+    """Squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B]; None without any.
 
     `stacked`: the group of each row, and the rows.
     """

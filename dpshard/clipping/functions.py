@@ -136,7 +136,7 @@ _FUNCTIONS: dict[str, ClippingFunction] = {
 
 
 def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[float]) -> Tensor:
-    """Return the factors [M, B] of M groups."""
+    """Factors [M, B] of M groups."""
     if isinstance(function, _BY_ELEMENT) and len(set(thresholds)) == 1:
         return function.factor(norm_MB, thresholds[0])
     rows = zip(norm_MB.unbind(), thresholds, strict=True)
@@ -144,7 +144,7 @@ def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[fl
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """Return the clipping function of a name, or a `factor` method's with the guarantee enforced.
+    """Clipping function of a name, or a `factor` method's with the guarantee enforced.
 
     Raises ConfigurationError for anything else, or without a repr, which checkpoints need.
     """

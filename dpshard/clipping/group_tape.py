@@ -296,7 +296,7 @@ class GroupTape:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
-        """Return the clipped sum of a parameter, once, and free its records; None without a gradient.
+        """Clipped sum of a parameter, once, and free its records; None without a gradient.
 
         Terms of a sum over ranks give this rank's slice.
         """

@@ -37,13 +37,13 @@ def sensitivity(groups: Iterable[ClippingGroup]) -> float:
 def partition(
     model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Return the clipping groups of `style` over the `trainable` parameters."""
+    """Clipping groups of `style` over the `trainable` parameters."""
     groups = labelled(model, style, trainable)
     return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
 
 
 def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str]) -> dict[str, list[str]]:
-    """Return the parameter names of each clipping group, by its label.
+    """Parameter names of each clipping group, by its label.
 
     "layer-wise": by the module that owns the parameter first. "block-wise": by the outermost element of a ModuleList, a
     Sequential, or a ModuleDict of one class; others form one group. Raises ConfigurationError for an unknown style.

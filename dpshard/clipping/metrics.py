@@ -123,7 +123,7 @@ class BatchMetrics:
         return self.samples / 2 - self._totals(labels)[:, 2].cpu()
 
     def summary(self) -> dict[str, float]:
-        """Return the figures by name; see PrivacyEngine.metrics."""
+        """Figures by name; see PrivacyEngine.metrics."""
         self._take_stock()
         labels = list(self._groups)
         samples = dropped = clipped = counted = 0.0

@@ -35,11 +35,11 @@ class Parts(Protocol):
         ...
 
     def select_own(self, x_B: Tensor) -> Tensor:
-        """Return the numbers [B] of the rank's own samples."""
+        """Numbers [B] of the rank's own samples."""
         ...
 
     def gather_samples(self, x_B: Tensor) -> Tensor:
-        """Return the numbers [W * B] of all ranks' samples."""
+        """Numbers [W * B] of all ranks' samples."""
         ...
 
     def meet(self, group: int) -> None:
@@ -78,7 +78,7 @@ class Parts(Protocol):
         ...
 
     def summed(self, x: Tensor) -> Tensor:
-        """Return the sum of terms under SequenceParallel, bitwise equal on all ranks."""
+        """Sum of terms under SequenceParallel, bitwise equal on all ranks."""
         ...
 
     @property

@@ -32,13 +32,13 @@ class Row:
     """Dimension of the samples, if uses are several."""
 
     def cut(self, x: Tensor | None) -> Sequence[Tensor | None]:
-        """Return the parts of a joined tensor, one a use."""
+        """Parts of a joined tensor, one a use."""
         n = len(self.uses)
         return [x] * n if x is None or n == 1 else x.chunk(n, self.dim)
 
 
 def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
-    """Return the places of uses that can form a row."""
+    """Places of uses that can form a row."""
     counts = Counter(name for use, _ in asked for source in use.sources for name in source.roots)
     alike: dict[object, list[int]] = {}
     for i, (use, templates) in enumerate(asked):
@@ -51,7 +51,7 @@ def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
 
 
 def form_rows(asked: Asked, places: Sequence[Sequence[int]]) -> list[Row]:
-    """Return the rows of uses at these places."""
+    """Rows of uses at these places."""
     rows = []
     for some in places:
         use, templates = asked[some[0]]
@@ -86,7 +86,7 @@ class RegionPlan:
 
 
 def plan_region(rows: Sequence[Row], anchor_of: Mapping[str, int], group_of: Mapping[str, int]) -> RegionPlan:
-    """Return the plan of these rows."""
+    """Plan of these rows."""
     ends = accumulate((len(row.templates) for row in rows), initial=0)
     places = tuple(slice(start, end) for start, end in pairwise(ends))
     names: dict[int, list[str]] = {}

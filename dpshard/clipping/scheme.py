@@ -43,7 +43,7 @@ class Sink(Protocol):
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """Return the gradients of the anchor, one per parameter."""
+        """Gradients of the anchor, one per parameter."""
         ...
 
 
@@ -122,7 +122,7 @@ class Scheme:
         self.group_of = {name: group for group in self.groups for name in group.names}
 
     def anchors_of(self, sources: Sequence[Source]) -> list[int]:
-        """Return the sorted anchors of `sources`."""
+        """Sorted anchors of `sources`."""
         if len(self.anchors) == 1:
             return [0]
         return sorted({self._anchor_of[name] for source in sources for name in source.roots})

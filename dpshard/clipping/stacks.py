@@ -101,7 +101,7 @@ class Stacks:
         self.nbytes += row.nbytes
 
     def take(self, groups: Collection[int] | None = None) -> tuple[list[Stack], list[tuple[Use, Sequence[Tensor]]]]:
-        """Return the stacks with parameters in `groups` (None: all), and the uses without a stack."""
+        """Stacks with parameters in `groups` (None: all), and the uses without a stack."""
         stacks: list[Stack] = []
         alone: list[_Row] = []
         if groups is not None and self._groups.isdisjoint(groups):
@@ -167,7 +167,7 @@ def _of_one(x: Tensor, dim: int, uses: int) -> torch.Size:
 
 
 def recipe_to_join(use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Source], uses: int = 1) -> Recipe | None:
-    """Return the recipe of a use that can be recorded with others, else None.
+    """Recipe of a use that can be recorded with others, else None.
 
     `tensors`: of `uses` joined uses. `roots`: the parameters as sources.
     """

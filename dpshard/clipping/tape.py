@@ -84,7 +84,7 @@ class Tape:
         return self.region([Row((use,), templates)])[0]
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Return the slots of a compiled region's uses, by row, from one node."""
+        """Slots of a compiled region's uses, by row, from one node."""
         if not rows:
             return []
         plan = self.clipper.plan_of(rows)
@@ -128,11 +128,11 @@ class Tape:
         return tokens, functools.partial(self._arrive_from, forward, use, anchors, indices)
 
     def tokens(self) -> list[Tensor]:
-        """Return the tokens of this tape's uses."""
+        """Tokens of this tape's uses."""
         return list(self._tokens.values())
 
     def unused_anchor_tokens(self) -> list[Tensor]:
-        """Return the tokens of unused anchors in used groups: DDP's reducer waits for their gradients."""
+        """Tokens of unused anchors in used groups: DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -202,7 +202,7 @@ class Tape:
             self.closer.group(name).add(name, self.clipper.sources[name], root)
 
     def _summed(self, use: Use, record: Record) -> Record:
-        """Return the record summed over ranks; see [Note: Norms of parts]."""
+        """Record summed over ranks; see [Note: Norms of parts]."""
         parts = self.clipper.roots.parts
         return PerSampleGrad(parts.summed(record.per_sample())) if use.termwise and parts is not None else record
 
@@ -268,12 +268,12 @@ class Clipper(Scheme):
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
     def differentiated(self) -> list[Tensor]:
-        """Return the tensors that the open anchors differentiate."""
+        """Tensors that the open anchors differentiate."""
         anchored = [self.roots.anchored[name] for anchor in self.tokens for name in self.anchors[anchor]]
         return [x for x in anchored if x.requires_grad]
 
     def plan_of(self, rows: Sequence[Row]) -> RegionPlan:
-        """Return the plan of a region."""
+        """Plan of a region."""
         first = rows[0].uses[0]
         plan = self._plans.get(first)
         if plan is None or not plan.fits(rows):

@@ -92,7 +92,7 @@ class Thresholds:
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """Return the exact counts that `move` will release with noise."""
+        """Exact counts that `move` will release with noise."""
         return []
 
     def refuse_own_loop(self) -> None:
@@ -102,7 +102,7 @@ class Thresholds:
         """Adapt to a released step."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return the state for a checkpoint; None for fixed thresholds."""
+        """State for a checkpoint; None for fixed thresholds."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
@@ -167,7 +167,7 @@ class TrackedThresholds(Thresholds):
         self._clipper.set_thresholds(moved)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the thresholds of the next step."""
+        """Thresholds of the next step."""
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:

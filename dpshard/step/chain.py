@@ -36,14 +36,14 @@ class Chain:
         self._links = [*self._links, link][-self._memory :]
 
     def last(self, n: int) -> list[bytes]:
-        """Return the last `n` links, the newest first."""
+        """Last `n` links, the newest first."""
         return self._links[: -n - 1 : -1] if n else []
 
     def _before(self, secret: bytes) -> bytes:
         return self._links[-1] if self._links else derive_key(secret, "first link")
 
     def state_dict(self) -> list[str]:
-        """Return the links as plain JSON; they are as secret as the run secret."""
+        """Links as plain JSON; they are as secret as the run secret."""
         return [link.hex() for link in self._links]
 
     def load_state_dict(self, state: Any, step: int) -> None:

@@ -296,7 +296,7 @@ class Collector:
             self._stages.end(micro, self._first_gradients.noting, self.metrics.observe)
 
     def _unfinished(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """Return the incomplete micro-batches, with reasons, and whether all ranks had to run them."""
+        """Incomplete micro-batches, with reasons, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.unfinished, False) for tape in self._own if tape.unfinished]
         found = []
@@ -358,7 +358,7 @@ class Collector:
         self._first_gradients.tell(self._backend.communicator.all_gather)
 
     def complete_metrics(self) -> BatchMetrics:
-        """Return the metrics over all ranks, after the last micro-batch."""
+        """Metrics over all ranks, after the last micro-batch."""
         if self._completed is not self.metrics:
             self._completed = self.metrics
             if self.batch is not None and self._backend.counts:

@@ -25,7 +25,7 @@ class Internals:
         self._notes: list[NoteRelease] = []
 
     def owned(self) -> set[Tensor]:
-        """Return the private parameters, and their stand-ins in optimizers."""
+        """Private parameters, and their stand-ins in optimizers."""
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -54,7 +54,7 @@ class Internals:
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the whole private gradient of a trainable parameter, on every rank, if it has one.
+        """Whole private gradient of a trainable parameter, on every rank, if it has one.
 
         All ranks must call it between `privatize()` and the optimizer's step, in one order. Raises LogicalBatchError if
         gradients are not private.

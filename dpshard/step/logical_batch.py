@@ -27,13 +27,13 @@ class Feed:
         self._next: tuple[MicroBatchPlan, Any] | None = None
 
     def peek(self) -> MicroBatchPlan | None:
-        """Return the plan of the next micro-batch; None at the end of the run."""
+        """Plan of the next micro-batch; None at the end of the run."""
         if self._next is None:
             self._next = next(self._loaded, None)
         return None if self._next is None else self._next[0]
 
     def take(self) -> tuple[MicroBatchPlan, Any]:
-        """Return the next micro-batch."""
+        """Next micro-batch."""
         taken, self._next = self._next, None
         return next(self._loaded) if taken is None else taken
 
@@ -233,6 +233,6 @@ class LogicalBatch:
             self._behind.append(micro)
 
     def unfinished(self) -> list[tuple[MicroBatch, str]]:
-        """Return the incomplete micro-batches so far, with reasons."""
+        """Incomplete micro-batches so far, with reasons."""
         current = [] if self._micro is None else [self._micro]
         return [(micro, why) for micro in [*self._behind, *current] if (why := micro.unfinished)]

@@ -43,13 +43,13 @@ class NoiseOfRun:
             self._buffers = NoiseBuffers(mechanism.correlation.strategy(steps)[: correlation.bands].tolist())
 
     def digest(self, secret: bytes) -> SumDigest:
-        """Return the digest of sums under `secret`."""
+        """Digest of sums under `secret`."""
         if self._digest is None or self._digest[0] != secret:
             self._digest = secret, SumDigest(secret)
         return self._digest[1]
 
     def of_step(self, secret: bytes, step: int, sums: Sums) -> StepNoise:
-        """Return the noise of `step`, the next one, with these `sums`."""
+        """Noise of `step`, the next one, with these `sums`."""
         secure = self._mechanism.secure
         if self._chain is None:
             kind = KeyedGaussian if self._mechanism.discretized_elements is None else KeyedDiscreteGaussian
@@ -71,7 +71,7 @@ class NoiseOfRun:
             self._chain.append(noise.link)
 
     def state_dict(self) -> list[str] | None:
-        """Return the keys of past noise, if any step needs them."""
+        """Keys of past noise, if any step needs them."""
         return None if self._chain is None else self._chain.state_dict()
 
     def load_state_dict(self, state: Any, step: int) -> None:

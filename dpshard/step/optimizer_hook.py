@@ -119,7 +119,7 @@ class _Once:
         self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """Return the value, once, at the parameters where it was computed."""
+        """Value, once, at the parameters where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
                 f"The optimizer evaluates its closure more than once per step: each evaluation would be another "

@@ -66,7 +66,7 @@ class InStages:
         return self._chunk is not None and self._chunk.data
 
     def part_of(self, micro: MicroBatch | None) -> MicroBatch | None:
-        """Return the part of the micro-batch that the running forward is on."""
+        """Part of the micro-batch that the running forward is on."""
         return micro if micro is None or self._chunk is None else micro.chunk(self._chunk.index, self._chunk.count)
 
     def begin(self) -> None:

@@ -17,7 +17,7 @@ from dpshard.backends.deepspeed.sharding import ZeroSharding
 
 
 def deepspeed_backend(model_engine: Any) -> Backend:
-    """Return the back-end of a model engine from deepspeed.initialize().
+    """Back-end of a model engine from deepspeed.initialize().
 
     Raises ConfigurationError for DeepSpeed settings that would not be private or exact.
     """

@@ -21,7 +21,7 @@ from dpshard.noise.keyed import SumShard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Return the Reducer of a model; late in stage 1, where ranks have whole gradients anyway."""
+    """Reducer of a model; late in stage 1, where ranks have whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -80,7 +80,7 @@ class PartitionReduction:
         self._reducer.complete()
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of all fragments."""
+        """Digest of all fragments."""
         return ranks_WL.sum(0)
 
     def detach(self) -> None:

@@ -42,7 +42,7 @@ class ZeroLayout:
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """Return the layout of the parameters with `names`; ConfigurationError if it is not proved.
+    """Layout of the parameters with `names`; ConfigurationError if it is not proved.
 
     `zero` is DeepSpeed's wrapper around the optimizer.
     """

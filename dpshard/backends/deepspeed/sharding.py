@@ -87,7 +87,7 @@ class ZeroSharding(Sharding):
     # --- shards
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole tensor from the fragments of all ranks."""
+        """Whole tensor from the fragments of all ranks."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard
@@ -95,12 +95,12 @@ class ZeroSharding(Sharding):
         return full.view(*shape)
 
     def full_value(self, name: str) -> Tensor:
-        """Return the whole parameter in the partitions' precision."""
+        """Whole parameter in the partitions' precision."""
         place = self.layout.fragments[name]
         return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over ranks."""
+        """Sum of a scalar over ranks."""
         return self.communicator.all_gather(x.view(1)).sum()
 
     def training_state(self, optimizer: Any) -> ZeroState:

@@ -22,7 +22,7 @@ def fsdp2_backend(
     *,
     roles: tuple[type[FSDP2Sharding], type[UnitReduction]] = (FSDP2Sharding, UnitReduction),
 ) -> Backend:
-    """Return the back-end of a model after `fully_shard`; `declared`: its parts, if any."""
+    """Back-end of a model after `fully_shard`; `declared`: its parts, if any."""
     sharding_of, reduction_of = roles
     sharding = sharding_of(model, declared)
     store = DotGradStore(sharding)

@@ -145,7 +145,7 @@ class UnitReduction:
                 self._store.add_shard(name, shard[: local.numel()].view(local.shape))
 
     def _join_slices(self, unit: Unit, shards: Tensor) -> Tensor:
-        """Return the slices of all ranks of a model, which come first in a bucket, [ranks, their elements]."""
+        """Slices of all ranks of a model, which come first in a bucket, [ranks, their elements]."""
         parts, columns = self._sharding.parts, self._columns[unit]
         sliced = max((columns[name].stop for name in columns if self._is_sliced(name)), default=0)
         return parts.terms.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
@@ -211,7 +211,7 @@ class UnitReduction:
         """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Return the digest of all shards; LogicalBatchError if replicas of HSDP differ."""
+        """Digest of all shards; LogicalBatchError if replicas of HSDP differ."""
         shape, shard_dim = self._sharding.data_shape, self._sharding.shard_dim
         replicas_RL = ranks_WL.unflatten(0, shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):

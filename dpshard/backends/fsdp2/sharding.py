@@ -138,7 +138,7 @@ class FSDP2Sharding(Sharding):
         return self.parameters.get(name) is parameter or parameter in self._seen
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the unsharded parameter: several tensors, if modules share it since FSDP sharded each."""
+        """Unsharded parameter: several tensors, if modules share it since FSDP sharded each."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     def _accumulated(self, name: str, _: object = None) -> None:
@@ -207,7 +207,7 @@ class FSDP2Sharding(Sharding):
                 yield part.get_group()
 
     def _split(self) -> list[DeviceMesh]:
-        """Return the mesh of each dimension, made once: a slice of a mesh takes milliseconds."""
+        """Mesh of each dimension, made once: a slice of a mesh takes milliseconds."""
         if self.mesh.ndim == 1:
             return [self.mesh]
         names = self.mesh.mesh_dim_names
@@ -215,7 +215,7 @@ class FSDP2Sharding(Sharding):
         return [self.mesh[name] for name in names]
 
     def rows(self, name: str) -> int:
-        """Return the rows of a padded shard; the last ranks hold fewer, or none."""
+        """Rows of a padded shard; the last ranks hold fewer, or none."""
         return -(-self._part_shape(name)[0] // self.shard_mesh.size())
 
     def _part_shape(self, name: str) -> torch.Size:
@@ -227,7 +227,7 @@ class FSDP2Sharding(Sharding):
         return x.to_local() if isinstance(x, DTensor) else x
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Return the whole of a DTensor."""
+        """Whole of a DTensor."""
         whole = shard.full_tensor() if isinstance(shard, DTensor) else shard
         return self.parts.joined(name, whole) if self.parts is not None and self.parts.plain else whole
 
@@ -248,7 +248,7 @@ class FSDP2Sharding(Sharding):
         )
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return the sum of a scalar over different shards."""
+        """Sum of a scalar over different shards."""
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_group)
         return x
