@@ -32,10 +32,7 @@ __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Back-end for the wrapper of `model`; group and parts declare a model on several ranks.
-
-    Raises ConfigurationError for unsupported wrappers, and for ranks that share no data.
-    """
+    """Back-end for the wrapper of `model`; group and parts declare a model on several ranks."""
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
     declared: DeclaredParts | None = None

@@ -1,4 +1,4 @@
-"""A back-end adapts the engine to one way of distributing a model."""
+"""A back-end: adapts the engine to one way of distributing a model."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ class Backend:
     reduction: Reduction
     gradients: GradientStore
     data: Communicator | None = None
-    """The ranks that share the data, if not all."""
+    """Ranks that share the data, if not all."""
     grid: Grid | ExpertRanks | None = None
-    """How data ranks and ranks of one model cross; None if every rank holds the whole model."""
+    """None if every rank holds the whole model."""
 
     @property
     def data_ranks(self) -> Communicator:
-        """The ranks that share the data."""
+        """Ranks that share the data."""
         return self.data or self.communicator
 
     @property
     def counting_ranks(self) -> Communicator:
-        """The ranks whose figures add up: ranks of one model have the same ones, but stages have their own."""
+        """Ranks whose figures add up: stages have their own."""
         return self.data_ranks if self.stages is None else self.communicator
 
     @property
@@ -54,7 +54,7 @@ class Backend:
 
     @property
     def stages(self) -> Stages | None:
-        """The stages of the pipeline, if this rank holds one."""
+        """The stages of the pipeline, if any."""
         return self.sharding.parts if isinstance(self.sharding.parts, Stages) else None
 
     def partition(self, style: str | Sequence[Sequence[str]], max_grad_norm: float) -> tuple[ClippingGroup, ...]:
@@ -63,7 +63,7 @@ class Backend:
         return form(self.sharding.core, style, list(self.sharding.parameters), max_grad_norm)
 
     def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
-        """Return the groups with this rank's parameters, and the numbers of those that span stages."""
+        """Return the groups with this rank's parameters, and those that span stages."""
         if self.stages is None:
             return tuple(groups), frozenset()
         held = self.sharding.parameters
@@ -71,7 +71,7 @@ class Backend:
         return own, self.stages.spanning(groups)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless ranks agree; else batches would differ, and noise be unequal."""
+        """Raise ConfigurationError unless ranks agree; else batches and noise would differ."""
         own: dict[str, Any] = {"parameters": self.sharding.everywhere, "wrappers": self.layout}
         if self.sharding.parts is not None:
             own["parts of the model"] = self.sharding.parts.facts
@@ -85,12 +85,12 @@ class Backend:
     def complete_sums(
         self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[SumShard]], Tensor]
     ) -> tuple[list[int], list[int]]:
-        """Sum over ranks what backward left unsummed; called once per logical batch, before the noise.
+        """Sum over ranks what backward left unsummed, once per logical batch, before the noise.
 
         `broken`: the logical batch is broken on this rank. `doubts_F`: its further objections, int64, 0 for none.
-        `digest` returns its shards' contribution to the digest of the sums, int64 [L]. Returns `broken` and the largest
-        doubts of all ranks; and the digest, or [] with objections. Raises LogicalBatchError, on all ranks, if a sum was
-        changed after backward.
+        `digest` returns its shards' contribution to the digest, int64 [L]. Returns `broken` and the largest doubts of
+        all ranks; and the digest, or [] with objections. Raises LogicalBatchError, on all ranks, if a sum was changed
+        after backward.
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
@@ -99,7 +99,7 @@ class Backend:
         if fault is not None or broken:
             flags[int(broken)] = 1
         own_X = torch.cat([flags, doubts_F])
-        if self.reduction.is_unsummed:  # either all ranks enter the following collectives, or none
+        if self.reduction.is_unsummed:  # all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
                 return found, []
@@ -113,14 +113,13 @@ class Backend:
         return found, [] if any(found) else self._digest(ranks_WX[:, -lanes:])
 
     def _part(self, digest: Callable[[Sequence[SumShard]], Tensor], inputs: Tensor | None) -> Tensor:
-        """Return this rank's contribution to the digest: one, or those of parts and of whole sums, and `inputs`."""
         shards, parts = self.gradients.shards(), self.sharding.parts
         if parts is None or inputs is None:
             return digest(shards)
         return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Column maxima, except of the faults, column 0; raise if any rank has one."""
+        """Return column maxima, except of the faults, column 0, which raise."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

@@ -8,15 +8,15 @@ import torch
 
 
 class BackwardPasses:
-    """The backward passes that deliver clipped sums."""
+    """Backward passes with clipped sums."""
 
     def __init__(self) -> None:
         self.failed = False
-        """True if a backward pass of this logical batch did not finish."""
+        """True if a backward pass did not finish."""
         self._number = -1  # of the running pass
 
     def begins(self, ended: Callable[[], object]) -> bool:
-        """Return True if a backward pass begins with this call; `ended` is called at its end."""
+        """Return True if a backward pass begins now; `ended` is called at its end."""
         number = torch._C._current_graph_task_id()
         if number == self._number:
             return False

@@ -13,7 +13,6 @@ from dpshard.kernels import native
 from dpshard.records import as_real, checksum
 
 _SMALL = 2**14
-"""Elements of the largest tensor that is batched with others."""
 _TOGETHER = 2**20
 """Elements of the largest batch."""
 _MOST_KEPT = 1024
@@ -22,10 +21,8 @@ _MOST_KEPT = 1024
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
     """Names of `tensors` and their checksums, int64 [N], on the device of the first.
 
-    Checksums do not depend on the order of additions or on other tensors. Equal names, shapes and dtypes give an equal
-    order.
+    Checksums do not depend on other tensors. Equal names, shapes and dtypes give an equal order.
     """
-    # The method for a tensor depends only on that tensor, as its checksum must.
     values = list(tensors.values())
     quick = tensors if native.supports_sums(values) else {n: x for n, x in tensors.items() if native.supports_sums([x])}
     names, found = list(quick), []
@@ -65,7 +62,7 @@ def _is_small(x: Tensor) -> bool:
 
 
 def _of_small(tensors: Sequence[Tensor]) -> Tensor:
-    """Return for each tensor the sum of w + w^2 over its words w, by differences of a running sum."""
+    """Return the sums of w + w^2 over the words w of each tensor."""
     first = tensors[0]
     word = torch.int16 if first.itemsize == 2 else torch.int32
     words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()

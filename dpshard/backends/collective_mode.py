@@ -14,10 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Watch(TorchDispatchMode):
-    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
+    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` for DTensors.
 
-    Leaves out operators among the ranks of a `known` group, or on DTensors of its mesh, by default one of its ranks.
-    `rows_only`: these ranks have samples of their own, and may send each other only whole numbers and rows.
+    Leaves out operators among the ranks of a `known` group, or on DTensors of its mesh. `rows_only`: ranks with samples
+    of their own may send each other only whole numbers and rows.
     """
 
     supports_higher_order_operators = True
@@ -62,7 +62,7 @@ def _is_of(mesh: DeviceMesh, group: ProcessGroup) -> bool:
 
 
 def _sends_rows(func: Any, leaves: list[Any]) -> bool:
-    """Return True for a functional all-to-all, and for messages of whole numbers that nothing adds up on the way."""
+    """Return True for all-to-all, and for whole numbers that nothing adds up on the way."""
     if func.namespace.startswith("_c10d_functional") and func.__name__.startswith("all_to_all_single"):
         return True
     numbers = all(not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor))

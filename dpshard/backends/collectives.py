@@ -15,7 +15,7 @@ from torch import Tensor
 from dpshard.errors import BatchLayoutError
 
 PATIENCE = 300.0
-"""Seconds for which a rank waits for the others before it raises."""
+"""Seconds before a waiting rank raises."""
 
 # torch 2.13 renamed it and warns about the old name.
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -25,10 +25,7 @@ _meetings: Counter[str] = Counter()  # of groups, by their ranks
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of `group` to begin the forwards of a probe.
-
-    Raises BatchLayoutError if they do not: this rank would gather parameters during their forwards.
-    """
+    """Wait for all ranks of `group` to begin a probe, which gathers parameters; BatchLayoutError if they do not."""
     store = dist.distributed_c10d._get_default_store()
     ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()
     key = f"dpshard/probe/{ranks}/{_meetings[ranks]}"
@@ -47,11 +44,11 @@ def meet_for_probe(group: dist.ProcessGroup) -> None:
 
 
 _BUCKET = 1 << 25
-"""Elements that one collective sums, if several tensors have them."""
+"""Elements that one collective sums."""
 
 
 def sum_in_place(tensors: Iterable[Tensor], group: dist.ProcessGroup) -> None:
-    """Sum real tensors over ranks, many small ones in one collective; bitwise equal on all ranks."""
+    """Sum real tensors over ranks; bitwise equal on all ranks."""
     for bucket in _buckets(tensors):
         flat = torch.cat([x.flatten() for x in bucket])
         dist.all_reduce(flat, group=group)

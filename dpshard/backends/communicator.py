@@ -17,8 +17,7 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call its methods in one order, with tensors on `device`. `group` is called late, because it creates the
-    process group of a hybrid-sharded mesh.
+    All ranks call its methods in one order. `group` is called late, because it creates a process group.
     """
 
     def __init__(
@@ -32,7 +31,7 @@ class Communicator:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup | None:
-        """Process group of the ranks; None for one process."""
+        """Process group; None for one process."""
         if self._find_group is None:
             return None
         found = self._find_group()
@@ -40,7 +39,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """Rank of this process in the group."""
+        """This process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def broadcast(self, secret: bytes) -> bytes:
@@ -52,16 +51,16 @@ class Communicator:
         return bytes(shared.cpu().tolist())
 
     def all_gather(self, x_X: Tensor) -> Tensor:
-        """Vectors of all ranks as rows [W, X], in one collective."""
+        """Vectors of all ranks as rows [W, X]."""
         if self.group is None:
             return x_X[None]
         own_X = x_X.to(self._device)
-        rows_WX = own_X.new_empty(self.world_size * len(own_X))  # one tensor: a list would need a view per rank
+        rows_WX = own_X.new_empty(self.world_size * len(own_X))  # a list would need a view per rank
         dist.all_gather_into_tensor(rows_WX, own_X, group=self.group)
         return rows_WX.view(self.world_size, -1)
 
     def mismatches(self, facts: Mapping[str, Any]) -> list[str]:
-        """Names of the facts (plain values) that differ between ranks."""
+        """Names of the plain facts that differ between ranks."""
         digests = b"".join(hashlib.sha256(repr(value).encode()).digest() for value in facts.values())
         own = torch.tensor(list(digests), dtype=torch.uint8, device="cpu")
         ranks_WFD = self.all_gather(own).cpu().unflatten(1, (len(facts), -1))
@@ -69,7 +68,7 @@ class Communicator:
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
     def meet(self) -> None:
-        """Wait until all ranks are about to probe the model; raise BatchLayoutError if they do not come."""
+        """Wait until all ranks begin a probe; BatchLayoutError if they do not."""
         if self.group is not None:
             meet_for_probe(self.group)
 

@@ -28,7 +28,7 @@ def placed_parts(
 ) -> ModelParts:
     """Parts of a model of DTensors on `mesh`. `cut`: see ModelParts.
 
-    Raises ConfigurationError unless the user declares only terms of all `parameters`, over other ranks.
+    Raises ConfigurationError unless the user declares only terms of all `parameters`.
     """
     if declared is None:
         return ModelParts(mesh.get_group(), device, cut, mesh=mesh)
@@ -42,7 +42,7 @@ def placed_parts(
 
 
 class PartsOfTerms(ModelParts):
-    """The ranks of `mesh`, with parts of a model, and those of `terms`, with parts of its samples."""
+    """The ranks of `mesh`, with parts of a model, and of `terms`, with parts of its samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, cut: Mapping[str, int], terms: ModelParts) -> None:
         super().__init__(mesh.get_group(), device, cut, mesh=mesh)
@@ -60,7 +60,7 @@ class PartsOfTerms(ModelParts):
 
     @property
     def in_terms(self) -> bool:
-        """True: a rank has a part of each sample."""
+        """See ModelParts."""
         return True
 
     @property
@@ -77,7 +77,7 @@ class PartsOfTerms(ModelParts):
         return self._terms.is_termwise(name)
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """See Parts: of slices, in the same order on all ranks."""
+        """See Parts."""
         return self._terms.over_ranks(super().norm_sq(cut_B, whole_B))
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ class PartsOfTerms(ModelParts):
         return self._terms.sliced(name, terms_B)
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Any) -> Tensor | None:
-        """See Parts: the whole of this rank's part."""
+        """See Parts."""
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         return self._terms.whole_sum(name, total, own)
 

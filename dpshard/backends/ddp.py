@@ -29,7 +29,7 @@ from dpshard.records import WIDE, accum_dtype
 
 
 def ddp_backend(model: DistributedDataParallel, declared: DeclaredParts | None = None) -> Backend:
-    """Back-end of a model, or of plain tensors that are parts of one, in DistributedDataParallel."""
+    """Back-end of a model, or of parts, in DistributedDataParallel."""
     group = model.process_group
     refuse_other_reductions(model)
     # Within no_sync() the reducer ignores forwards and backwards outside training.
@@ -53,10 +53,7 @@ class _Replicated(Unsharded):
 
 
 class DDPReduction:
-    """The Reduction by DistributedDataParallel itself.
-
-    Sums of half-precision parameters are reduced in float32, in one call, after the last backward.
-    """
+    """The Reduction by DistributedDataParallel; half-precision sums are reduced in float32, after the last backward."""
 
     def __init__(
         self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: DotGradStore
@@ -65,10 +62,10 @@ class DDPReduction:
         self._parameters, self._guard, self._sharding = sharding.parameters, sharding.guard, sharding
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Return gradients such that their mean over ranks is the sum of the clipped sums."""
+        """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # The end of a pass records all gradients as the reducer's, so check all before the first sum.
+        # The end of a pass takes all gradients for the reducer's, so check all first.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, self._store.whole_sum(name, take(name))) for name in names]
 
@@ -90,7 +87,7 @@ class DDPReduction:
     def _end(self) -> None:
         if not self._model.require_backward_grad_sync:  # within no_sync() only autograd writes
             return
-        # DDP's own callback, which waits for the reductions, runs after this one.
+        # DDP's own callback, which waits for the reductions, runs later.
         torch.autograd.Variable._execution_engine.queue_callback(self._note_all)
 
     def _note_all(self) -> None:
@@ -101,7 +98,7 @@ class DDPReduction:
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return `last`, because DDP reduces in the last backward; with experts on several ranks True."""
+        """Return True if ranks reduce in this backward, or share experts."""
         return last or self._has_experts
 
     def fault(self) -> DpshardError | None:
@@ -110,12 +107,12 @@ class DDPReduction:
 
     @property
     def _half(self) -> list[str]:
-        """Half-precision parameters; DDP does not reduce their sums."""
+        """Half-precision parameters, which DDP does not reduce."""
         return [name for name, p in self._parameters.items() if p.dtype not in WIDE and p.requires_grad]
 
     @property
     def is_unsummed(self) -> bool:
-        """True if there are half-precision parameters."""
+        """See Reduction."""
         return bool(self._half)
 
     def sum_rest(self) -> None:
@@ -146,7 +143,7 @@ class DDPReduction:
 
 
 def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded) -> None:
-    """Raise ConfigurationError if DDP would average the sums of different experts, or not those of other parameters."""
+    """Raise ConfigurationError if DDP averages experts' sums, or not those of other parameters."""
     parts = sharding.parts
     assert parts is not None
     ignored = {canonical_name(name) for name in model.parameters_to_ignore}
@@ -161,7 +158,7 @@ def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded)
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError if DDP does more to gradients than average them, or less."""
+    """Raise ConfigurationError if DDP does not only average gradients."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

@@ -19,18 +19,18 @@ from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
 def are_experts(declared: DeclaredParts) -> bool:
-    """Return True if the user declares experts that meet samples of several ranks."""
+    """Return True if experts meet samples of several ranks."""
     return SAMPLES in declared[1].values()
 
 
 class ExpertParts(ModelParts):
-    """The ranks that hold experts, which also share the data."""
+    """The ranks that hold experts and share the data."""
 
     of_samples = True
 
     @classmethod
     def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ExpertParts:
-        """Return the declared parts: 0 for the parameters of experts, "samples" for all others."""
+        """Return the declared parts: 0 for experts' parameters, "samples" for others."""
         group, kinds = declared
         if wrong := [kind for kind in kinds.values() if kind not in (0, SAMPLES) or isinstance(kind, bool)]:
             raise ConfigurationError(
@@ -58,7 +58,7 @@ class ExpertParts(ModelParts):
     # --- numbers of samples
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """See Parts: both are of this rank's elements, or samples, alone."""
+        """See Parts: no rank has another's elements or samples."""
         return self.over_ranks(cut_B + whole_B)
 
     def pad_to_all(self, x_B: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class ExpertParts(ModelParts):
 
 
 class ExpertRanks:
-    """All ranks, which share the data and hold own experts; ConfigurationError for other groups."""
+    """All ranks, which share the data and hold experts; ConfigurationError for other groups."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         ranks = torch.distributed.get_process_group_ranks
@@ -121,6 +121,6 @@ class ExpertRanks:
             )
 
     def whole(self, ranks_WL: Tensor) -> Tensor:
-        """Digests [W, L] of all sums, from those of experts and of reduced sums, [W, 2 L + 1]."""
+        """Digests [W, L] of all sums, from experts' and reduced ones [W, 2 L + 1]."""
         experts_WL, reduced_WL = ranks_WL[:, :-1].chunk(2, 1)
         return experts_WL.sum(0) + reduced_WL

@@ -27,7 +27,7 @@ class GradShards(Protocol):
 
     @property
     def parts(self) -> ModelParts | None:
-        """The ranks that hold parts of the model."""
+        """Ranks with parts of the model."""
         ...
 
     def local(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class DotGradStore:
         self.wide_sums: dict[str, Tensor] = {}
         """Float32 sums, summed over ranks."""
         self.unreduced: dict[str, Tensor] = {}
-        """Sums of this rank's samples; a Reduction reduces them later."""
+        """Sums of this rank's samples, to reduce later."""
         self._sharding, self._parameters, self._guard = sharding, sharding.parameters, sharding.guard
         self._totals: dict[str, tuple[Tensor, SumShard]] = {}  # digested, but not released
         self._places: dict[str, tuple[torch.Size, Place]] = {}
@@ -70,7 +70,7 @@ class DotGradStore:
     # --- during backward
 
     def whole_sum(self, name: str, total: Tensor | None) -> Tensor | None:
-        """Whole of a clipped sum, given perhaps a slice."""
+        """Whole of a clipped sum, perhaps given a slice."""
         parts = self._sharding.parts
         return total if parts is None else parts.whole_sum(name, total, self._parameters[name])
 
@@ -85,7 +85,7 @@ class DotGradStore:
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_sums(self, names: Iterable[str], take: Take) -> None:
-        """Add whole sums to `.grad` past autograd, whose hooks would record each by itself."""
+        """Add whole sums to `.grad` past autograd."""
         parameters, local, added = self._parameters, self._sharding.local, []
         in_parts = self._sharding.parts is not None
         for name in names:
@@ -105,7 +105,7 @@ class DotGradStore:
             if gradient is not None:
                 gradient.add_(total)
             else:
-                # Counted here: compilers add a reference to the arguments of a function.
+                # Counted here: compilers add a reference to a function's arguments.
                 alone = sys.getrefcount(total) <= _ALONE and _fits(total, parameter)
                 parameter.grad = total if alone else torch.empty_like(parameter).copy_(total)
             added.append(name)
@@ -119,7 +119,7 @@ class DotGradStore:
         shard = shard.to(self._sharding.local(parameter).device)
         if parameter.dtype in WIDE:
             if parameter.grad is None:
-                # A copy, because `shard` is a view of a buffer with other parameters.
+                # A copy: `shard` is a view of a buffer with other parameters.
                 gradient = torch.empty_like(self._sharding.local(parameter))
                 as_real(gradient).copy_(shard)
                 self._sharding.assign(parameter, gradient)
@@ -141,9 +141,9 @@ class DotGradStore:
     # --- between backward and the noise
 
     def begins(self, ended: Callable[[], object]) -> bool:
-        """Return True if a backward pass begins with this call; `ended` is called at its end.
+        """Return True if a backward pass begins now; `ended` is called at its end.
 
-        Raises LogicalBatchError if a gradient's bits have changed since the previous pass.
+        Raises LogicalBatchError if a gradient's bits have changed.
         """
         begins = self.passes.begins(ended)
         if begins:
@@ -229,7 +229,7 @@ class DotGradStore:
         return parts.over_shards(*(release_(some).square().to(parts.device) for some in (cut, same)))
 
     def _find_totals(self) -> dict[str, tuple[Tensor, SumShard]]:
-        """Return this rank's part of the sums, in float32 or wider, and as shards; zeros without a gradient.
+        """Return this rank's part of the sums, float32 or wider, and as shards; zeros without a gradient.
 
         Shards of complex sums are real pairs: both parts get independent noise. Omits frozen parameters without a
         gradient, because their optimizer would move them.
@@ -293,7 +293,7 @@ def _references() -> int:
 
 
 _ALONE = _references()
-"""References to a local variable; versions of Python differ."""
+"""Of a local variable; Python versions differ."""
 
 
 def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
@@ -306,5 +306,5 @@ def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
 
 
 def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:
-    """Add `x` to a running sum, out of place."""
+    """Add `x` out of place."""
     sums[name] = sums[name] + x if name in sums else x

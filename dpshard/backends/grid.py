@@ -1,4 +1,4 @@
-"""All ranks, as a grid of those that share the data, and those that share the model."""
+"""All ranks, as data ranks times model ranks."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
 class Grid:
-    """All ranks, as data ranks times model ranks; ConfigurationError if they are no such grid."""
+    """All ranks; ConfigurationError if they are no grid."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         self._parts = parts
@@ -40,7 +40,7 @@ def _differ(x: Tensor) -> bool:
 
 
 def _first(digests: Tensor) -> Tensor:
-    """Digests [..., L] that all ranks [..., ranks, L] have; raise LogicalBatchError if they differ."""
+    """Return the digests [..., L] of all ranks [..., ranks, L]; LogicalBatchError if they differ."""
     if _differ(digests.transpose(-1, -2)):
         raise LogicalBatchError(
             "The clipped sums of parameters that every rank of one model holds whole differ between these ranks. "
@@ -53,15 +53,12 @@ def _first(digests: Tensor) -> Tensor:
 
 
 def sizes_of(data: Communicator, parts: ModelParts) -> tuple[int, ...]:
-    """Sizes of a grid: those of the data ranks, then of the model's, outermost first."""
+    """Sizes of a grid, outermost first."""
     return data.world_size, *(axis.size for axis in parts.axes)
 
 
 def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
-    """Sizes of the grid, and all ranks in its order; a collective.
-
-    Raises ConfigurationError without such a grid.
-    """
+    """Return the sizes of the grid, and all ranks in its order; ConfigurationError without a grid."""
     sizes = sizes_of(data, parts)
     if math.prod(sizes) != everyone.world_size:
         raise ConfigurationError(
@@ -73,7 +70,6 @@ def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> 
     groups = [of_data, *(dist.get_process_group_ranks(axis.group) for axis in parts.axes)]
     own, n = [data.rank, *(axis.rank for axis in parts.axes)], len(groups)
     places = everyone.all_gather(torch.tensor([*own, *map(min, groups)], device="cpu")).cpu().tolist()
-    # Ranks of one group differ only in their place in it.
     straight = len({tuple(place[:n]) for place in places}) == len(places) and all(
         len({place[other] for place in places if place[n + axis] == group}) == 1
         for axis in range(n)

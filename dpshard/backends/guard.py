@@ -33,8 +33,8 @@ from dpshard.records.host import is_at_hand
 class Guard:
     """Watches the gradients of `parameters`; see [Note: Guarding the gradients].
 
-    `local` returns this rank's part. `accumulated` gets a parameter's name after autograd added to its gradient, if it
-    does. `training`: the model is in training mode. `hooked`: module hooks run in backward.
+    `local` returns this rank's part. `accumulated` gets a parameter's name after autograd added to its gradient.
+    `hooked`: module hooks run in backward.
     """
 
     def __init__(
@@ -49,20 +49,20 @@ class Guard:
         self._local = local
         self._training = training
         self._hooked = hooked
-        self._at_once = False  # foreign code runs within the backward pass
+        self._at_once = False  # foreign code runs in backward
         self._watching = True
         self.other_cause = ""
         """What else may throw sums away, for the user."""
-        # Not an address: another gradient may reuse that of one that never arrived.
+        # Not an address, which another gradient may reuse.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, _Noted] = {}
-        self._unsealed: dict[str, None] = {}  # noted in this backward pass, without a checksum
+        self._unsealed: dict[str, None] = {}  # noted in this backward, without a checksum
         self._sealing = -1
         # A compiled function may call backward; dynamo would trace the callback.
         self._seal_later: Any = torch.compiler.disable(self._seal)
-        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which changed; not read yet
+        self._comparisons: list[tuple[list[str], Tensor]] = []  # names, and which changed
         self._handles: list[RemovableHandle] = []
-        self._own: dict[str, tuple[int, tuple[int, ...]]] = {}  # numbers of the hooks before and after it adds
+        self._own: dict[str, tuple[int, tuple[int, ...]]] = {}  # numbers of own hooks before and after it adds
         for name, p in parameters.items():
             own = self.watch(name, p)
             self._own[name] = own.id, ()
@@ -79,7 +79,7 @@ class Guard:
         return self._handles[-1]
 
     def expect(self, name: str, gradient: Tensor) -> Tensor:
-        """Accept this tensor object from an anchor."""
+        """Accept this tensor object."""
         self._expected[name] = gradient
         return gradient
 
@@ -117,7 +117,7 @@ class Guard:
         self.note_all([name])
 
     def note_all(self, names: Iterable[str]) -> None:
-        """Record the present `.grad` of parameters."""
+        """Record the present `.grad`."""
         parameters, noted, unsealed = self._parameters, self._noted, self._unsealed
         for name in names:
             gradient = parameters[name].grad
@@ -151,7 +151,7 @@ class Guard:
         return version, version if type(gradient) is Tensor else self._local(gradient)._version
 
     def holds_anything(self, name: str) -> bool:
-        """Return True if this rank's part of `.grad` is not all zeros."""
+        """Return True unless this rank's part of `.grad` is zero."""
         gradient = self._parameters[name].grad
         return gradient is not None and bool(self._local(gradient).any())
 
@@ -170,7 +170,7 @@ class Guard:
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
     def require_untouched(self, names: Collection[str]) -> None:
-        """Raise LogicalBatchError unless all gradients are untouched, UnsupportedParameterError for foreign hooks."""
+        """Raise LogicalBatchError unless gradients are untouched, UnsupportedParameterError for foreign hooks."""
         parameters, noted = self._parameters, self._noted
         for name in names:
             self.refuse_hooks(name, parameters[name])
@@ -257,17 +257,15 @@ class Guard:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Seal:
-    """Checksums of gradients after a backward pass."""
-
     names: list[str]
     checksum_N: Tensor
-    """int64, in the order of `names`."""
+    """int64"""
 
 
 @dataclass(slots=True, eq=False)
 class _Noted:
     gradient: Tensor
     versions: tuple[int, int]
-    """Of the gradient, and of this rank's shard."""
+    """Of the gradient, and of this rank's part."""
     seal: _Seal | None = None
-    """Of all gradients; None until the backward pass ends."""
+    """None until the backward pass ends."""

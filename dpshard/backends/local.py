@@ -19,7 +19,7 @@ from dpshard.records import as_real
 
 
 def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
-    """Back-end of a model in one process, or of plain tensors that are parts of one."""
+    """Back-end of one process, or of plain parts of a model."""
     if declared is None:
         sharding = Unsharded(model)
         store = DotGradStore(sharding)
@@ -73,7 +73,7 @@ class NoReduction:
 
 
 class DirectReduction(NoReduction):
-    """Copies the sums of a rank's own elements to `.grad`."""
+    """Copies sums of a rank's own elements."""
 
     def add(self, names: Sequence[str], take: Take) -> None:
         """Take the clipped sums."""

@@ -32,22 +32,21 @@ _TODAY = (
 _NAMESPACES = frozenset(
     {"c10d", "_dtensor", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "symm_mem"}
 )
-"""Of the operators that send tensors to other ranks."""
 _SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")
-"""Their operators that transfer no data of a rank."""
+"""Of these, operators that transfer no data."""
 _FRAMEWORKS = (
     "torch.distributed.fsdp",
     "torch.nn.parallel.distributed",
     "deepspeed.runtime",
     "dpshard.backends",
 )
-"""Modules that gather parameters or equalise buffers around a forward."""
+"""Modules that communicate around a forward."""
 _MODULE_CALL = "torch.nn.modules.module"
 _PIPELINES = ("torch.distributed.pipelining", "deepspeed.runtime.pipe")
 
 
 def processes() -> int:
-    """Return the number of processes of the default group, 1 without one."""
+    """Return the number of processes of the default group."""
     return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
 
 
@@ -135,16 +134,13 @@ class KnownParts(Protocol):
 
 
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
-    """Return a block that refuses forwards that share samples between ranks; see [Note: Parts of a sample].
-
-    They raise ConfigurationError, unless they talk among `parts`.
-    """
+    """Return a block that refuses forwards that share samples beyond `parts`; see [Note: Parts of a sample]."""
     return nullcontext() if processes() == 1 else _watched(parts)
 
 
 @contextmanager
 def _watched(parts: KnownParts | None) -> Iterator[None]:
-    from dpshard.backends.collective_mode import Watch  # late: not needed on one process
+    from dpshard.backends.collective_mode import Watch
 
     stage = parts is not None and not parts.meets
     if not stage:
@@ -166,7 +162,7 @@ def _refuse_pipeline(callers: Iterator[str]) -> None:
 
 
 def _callers() -> Iterator[str]:
-    """Yield the modules of this thread's stack, innermost first."""
+    """Yield modules of the stack, innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         yield frame.f_globals.get("__name__", "")

@@ -23,14 +23,14 @@ from dpshard.noise.keyed import SumShard
 from dpshard.records import as_complex, as_real
 
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
-"""Group of the ranks, and their parts by patterns of names, as the user declares them."""
+"""Group of the ranks, and declared parts by patterns of names."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Every rank holds some parameters whole: with their gradient, a term of it, or that of its own samples."""
+"""Parameters that every rank holds whole, with their gradient, a term of it, or that of its samples."""
 
 
 class Place(NamedTuple):
-    """The place of a rank's part in the flattened whole; see noise.keyed.SumShard."""
+    """Where a rank's part lies in the flattened whole; see noise.keyed.SumShard."""
 
     start: int = 0
     run: int = 0
@@ -40,17 +40,16 @@ class Place(NamedTuple):
 class ModelParts:
     """The ranks of one model; `cut`: the dimension along which each rank has a part, by parameter.
 
-    Parts are equal except on the last ranks, as of torch.chunk. `termwise`: parameters whose gradient is a sum over
-    ranks. `mesh`: the mesh of DTensors; None for plain tensors.
+    Parts are those of torch.chunk. `termwise`: parameters whose gradient is a sum over ranks. `mesh`: of DTensors.
     """
 
     meets = True
-    """True if these ranks run every forward and backward together."""
+    """True if these ranks run every forward together."""
     unlike = (
         "The ranks that hold one model were given different inputs, so a sample would count several times. "
         "Take the micro-batches from engine.batches(...), or give all of these ranks the same, in one order."
     )
-    """Why a release is refused after inputs that differ."""
+    """Why inputs that differ are refused."""
 
     def __init__(
         self,
@@ -67,13 +66,13 @@ class ModelParts:
         self.slices = Slices(group)
         """Of the sums of terms."""
         self.spread: bool = False
-        """True if FSDP shards over the model's ranks, too."""
+        """True if FSDP shards over these ranks, too."""
         self._exchanges = False
         self._seen = torch.zeros(1, dtype=torch.int64, device=device)
 
     @classmethod
     def declared(cls, declared: DeclaredParts, parameters: Mapping[str, Tensor], device: torch.device) -> ModelParts:
-        """Parts that a user declares; see `kinds_of`."""
+        """Return declared parts."""
         group, kinds = declared
         cut, termwise = kinds_of(kinds, {name: p.shape for name, p in parameters.items()})
         return cls(group, device, cut, termwise)
@@ -85,12 +84,12 @@ class ModelParts:
 
     @property
     def axes(self) -> Sequence[ModelParts]:
-        """The dimensions of the grid of these ranks, outermost first; see crossed_parts.py."""
+        """Dimensions of the grid of these ranks, outermost first."""
         return (self,)
 
     @property
     def in_terms(self) -> bool:
-        """True if the ranks may hold parts of samples."""
+        """True if ranks may hold parts of samples."""
         return bool(self._termwise)
 
     @property
@@ -99,12 +98,12 @@ class ModelParts:
         return self.mesh is None
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
-        """First rank's numbers; all ranks pass as many."""
+        """Return the first rank's numbers."""
         return self.gather(torch.tensor(list(numbers), device="cpu"))[0].tolist()
 
     @property
     def facts(self) -> str:
-        """The declarations that all ranks must share."""
+        """Declarations that ranks must share."""
         return repr((sorted(self._cut.items()), sorted(self._termwise)))
 
     # --- samples of all ranks: see clipping.parts and ExpertParts
@@ -135,7 +134,7 @@ class ModelParts:
     # --- inputs
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Note the inputs of a forward: those of all model ranks, unless each has a part of the sequence.
+        """Note the inputs of a forward, the same on all model ranks, unless each has a part of the sequence.
 
         Raises ConfigurationError for DTensors, whose placements the checksum would not see.
         """
@@ -150,7 +149,7 @@ class ModelParts:
             flat = x.detach().contiguous().view(-1)
             flat = torch.view_as_real(flat).view(-1) if flat.is_complex() else flat
             words = flat.view(torch.int32 if flat.itemsize % 4 == 0 else torch.uint8).to(self.device, torch.int64)
-            # By position, because rows in another order are other samples.
+            # By position: rows in another order are other samples.
             places = torch.arange(1, len(words) + 1, device=self.device)
             self._seen = self._seen * 1_000_003 + (words * places).sum()
 
@@ -182,7 +181,7 @@ class ModelParts:
         return self.norm_sq(cut_X, whole_X)
 
     def over_ranks(self, x: Tensor) -> Tensor:
-        """Sum of a vector over the ranks: each adds the same numbers in the same order."""
+        """Sum over the ranks, each in the same order."""
         return self.gather(x).sum(0)
 
     def gather(self, x: Tensor) -> Tensor:
@@ -235,19 +234,19 @@ class ModelParts:
         return as_complex(self.slices.whole(name, total, as_real(parameter).shape), parameter.dtype)
 
     def divide(self, shards: Sequence[SumShard]) -> tuple[list[SumShard], list[SumShard]]:
-        """Shards that are parts, and those that are whole on every rank."""
+        """Return the shards that are parts, and those that are whole."""
         if self.spread:
             return list(shards), []
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
 
     def over_shards(self, parts: Tensor, same: Tensor) -> Tensor:
-        """Return a figure of all shards, from those of what `divide` returns."""
+        """Return a figure of all shards, from those of `divide`."""
         return self.over_ranks(parts) + same
 
     # --- where parts lie
 
     def whole_shape(self, name: str, part: Sequence[int]) -> torch.Size:
-        """Whole shape of a plain parameter; each rank holds an equal part."""
+        """Whole shape of a plain parameter, in equal parts."""
         dim = self._cut.get(name)
         return torch.Size(n * self.size if d == dim else n for d, n in enumerate(part))
 
@@ -257,7 +256,7 @@ class ModelParts:
         return torch.Size(self._span(n)[1] if d == dim else n for d, n in enumerate(whole))
 
     def place(self, name: str, whole: Sequence[int], first: int = 0) -> Place:
-        """Return where the rows from `first` on of this rank's part lie."""
+        """Return where this rank's part lies, from row `first` on."""
         dim, inner = self._cut.get(name), math.prod(whole[1:])
         if dim is None:
             return Place(first * inner)
@@ -273,7 +272,7 @@ class ModelParts:
         return begin, min(n, begin + most) - begin
 
     def joined(self, name: str, part: Tensor) -> Tensor:
-        """Whole of a plain parameter or gradient; all model ranks call it."""
+        """Whole of a plain parameter or gradient."""
         return torch.cat(list(self.gather(part)), self._cut[name]) if name in self._cut else part
 
 
@@ -282,7 +281,7 @@ def kinds_of(
 ) -> tuple[dict[str, int], frozenset[str]]:
     """Return (dimension by parameter with parts, parameters of terms) from the declared patterns.
 
-    The first pattern that fits a name counts. Raises ConfigurationError for other values and undeclared parameters.
+    The first pattern that fits counts. Raises ConfigurationError for other values and undeclared parameters.
     """
     cut: dict[str, int] = {}
     termwise = set()

@@ -1,4 +1,4 @@
-"""A stage of a pipeline: whole parameters that no other stage holds; see [Note: Stages] in stages.py."""
+"""A stage of a pipeline; see [Note: Stages] in stages.py."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
-    """Back-end of a stage; data ranks may have replicas or shards of it.
-
-    Raises ConfigurationError if only a part of it has replicas.
-    """
+    """Back-end of a stage; data ranks may have replicas or shards of it."""
     modules = list(model.modules())
     sharded = any(isinstance(module, FSDPModule) for module in modules)
     if any(isinstance(module, DistributedDataParallel) and (sharded or module is not model) for module in modules):
@@ -55,7 +52,7 @@ def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
 
 
 class StageSharding(OfStages, Unsharded):
-    """The parameters of one stage; some clipped sums come after backward, so all go to `.grad` directly."""
+    """The parameters of one stage; some sums come after backward, so all go to `.grad` directly."""
 
     accumulates = True
 
@@ -72,13 +69,13 @@ class StageSharding(OfStages, Unsharded):
 
 
 class StageReplica(StageSharding):
-    """A stage in DistributedDataParallel; the engine reduces its sums."""
+    """A stage in DistributedDataParallel."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         super().__init__(model.module, model)
         self._reducer = SilentReducer(model)
 
     def detach(self) -> None:
-        """Remove every trace from the parameters and the reducer."""
+        """Restore the parameters and the reducer."""
         self._reducer.restore()
         super().detach()

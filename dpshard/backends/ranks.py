@@ -1,4 +1,4 @@
-"""Exchange of plain values and errors between processes, outside the training."""
+"""Exchange of plain values and errors between processes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Ranks:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Return the result of `work()` on rank 0; all raise its DpshardError."""
+        """Return the result on rank 0; all raise its DpshardError."""
         outcome = [_outcome(work) if self.first else None]
         if not self.alone:
             dist.broadcast_object_list(outcome, src=0, group=self.group)

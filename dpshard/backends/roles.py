@@ -14,7 +14,7 @@ from dpshard.noise.keyed import SumShard
 
 
 class Reduction(Protocol):
-    """Sums clipped sums over ranks, between the anchors and the GradientStore."""
+    """Sums clipped sums over ranks."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Take the clipped sums of an anchor's parameters; return their gradients for autograd.
@@ -28,20 +28,20 @@ class Reduction(Protocol):
         ...
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True if ranks wait for each other, even in a micro-batch of padding."""
+        """Return True if ranks wait for each other, even with padding."""
         ...
 
     def fault(self) -> DpshardError | None:
-        """Return why this rank's sums must not be released, or None."""
+        """Return why this rank's sums must not be released."""
         ...
 
     @property
     def is_unsummed(self) -> bool:
-        """True if `sum_rest` has sums to reduce over ranks."""
+        """True if `sum_rest` has sums to reduce."""
         ...
 
     def sum_rest(self) -> None:
-        """Reduce the sums that backward did not reduce."""
+        """Reduce what backward did not."""
         ...
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
@@ -54,16 +54,16 @@ class Reduction(Protocol):
 
 
 class GradientStore(Protocol):
-    """Keeps this rank's clipped sums, and turns them into private gradients."""
+    """Keeps this rank's clipped sums, and makes private gradients of them."""
 
     def shards(self) -> list[SumShard]:
-        """Return this rank's sums as input of the noise."""
+        """Return this rank's sums for the noise."""
         ...
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Turn every clipped sum, zeros without a gradient, into a private gradient; return their L2 norm [].
+        """Turn every clipped sum, also zeros, into a private gradient; return their L2 norm [].
 
-        `release_` privatizes this rank's shards in place, and returns the L2 norm that they had, float64 [].
+        `release_` privatizes this rank's shards in place, and returns their L2 norm before, float64 [].
         """
         ...
 
@@ -72,18 +72,15 @@ class GradientStore(Protocol):
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Whole private gradient before the optimizer's step, if it will find one.
-
-        All ranks call it, for the same names in one order.
-        """
+        """See Internals.full_gradient."""
         ...
 
     def refuse_stale(self) -> None:
-        """Raise LogicalBatchError if a gradient of an earlier step remains."""
+        """Raise LogicalBatchError if an earlier step's gradient remains."""
         ...
 
     def drop(self) -> None:
-        """Drop clipped sums that were not privatized, and their gradients."""
+        """Drop clipped sums without noise."""
         ...
 
     def forget(self) -> None:

@@ -1,6 +1,6 @@
 """Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
-A later stage sees only activations. Only `forward_one_chunk(fwd_chunk_id)`, on the stack of the forward, says whose.
+A later stage sees only activations. `forward_one_chunk(fwd_chunk_id)`, on the stack, says whose.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ _SUPPORTED = ("ScheduleGPipe", "Schedule1F1B")
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One of `count` equal parts of a micro-batch."""
+    """A part of a micro-batch."""
 
     index: int
     count: int
     data: bool
-    """True for the first stage, whose inputs are the data."""
+    """True if the stage's inputs are the data."""
 
 
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
-    """Chunk of the forward of `module` that begins; None if nobody takes its gradients.
+    """Chunk of the forward that begins; None if nobody takes its gradients.
 
-    Raises LogicalBatchError outside of a schedule, ConfigurationError for unsupported schedules and stages.
+    Raises LogicalBatchError outside of a schedule, ConfigurationError for unsupported ones.
     """
     stage, index, schedule = _on_the_stack()
     if stage is None and schedule is None:
@@ -63,7 +63,6 @@ def _on_the_stack() -> tuple[Any, int | None, Any]:
 
 
 def _require_supported(stage: Any, schedule: Any, module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Raise ConfigurationError unless the schedule does to gradients what the engine accounts for."""
     name = type(schedule).__name__
     if name not in _SUPPORTED or not type(schedule).__module__.startswith(PACKAGE):
         raise ConfigurationError(
@@ -98,7 +97,7 @@ def _require_supported(stage: Any, schedule: Any, module: nn.Module, group: dist
 def _require_gradients_of_inputs(stage: Any, index: int) -> None:
     """Raise ConfigurationError unless the stage before gets a gradient.
 
-    A second schedule without a loss notes on the stage that nothing needs a gradient, which the first one does not see.
+    Another schedule may have noted that none is needed.
     """
     received = () if stage.is_first else stage.args_recv_info[index]
     if received and not any(info.tensor_meta.requires_grad for info in received if not info.is_root_arg):

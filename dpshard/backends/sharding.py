@@ -1,4 +1,4 @@
-"""The role that holds the parameters, and its version for whole parameters."""
+"""The role that holds the parameters."""
 
 from __future__ import annotations
 
@@ -30,10 +30,9 @@ _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
 
 
 class Sharding(ABC):
-    """Holds the parameters of a model, and unshards them.
+    """Holds and unshards the parameters of `core`; a call of `outermost` is a forward of the training.
 
-    `core` defines the parameter names; a call of `outermost` is a forward of the training. Raises ConfigurationError
-    for lazy parameters, and for two of one name.
+    Raises ConfigurationError for lazy parameters, and for two of one name.
     """
 
     two_passes = True
@@ -47,7 +46,7 @@ class Sharding(ABC):
         _require_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
-        """Names of all parameters, also frozen ones."""
+        """Of all parameters, also frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
         self._checked: dict[str, nn.Parameter] = {}  # known ones, by the name in the module
         self.anchored: Mapping[str, Tensor] = self.parameters
@@ -69,7 +68,7 @@ class Sharding(ABC):
 
     @property
     def meeting(self) -> ModelParts | None:
-        """The ranks that run every forward and backward of this model together, if any."""
+        """The ranks that run this model's forwards together, if any."""
         return self.parts if self.parts is not None and self.parts.meets else None
 
     # --- what the parameters are
@@ -81,29 +80,29 @@ class Sharding(ABC):
 
     @property
     def shapes_in_forward(self) -> Mapping[str, Sequence[int]]:
-        """Shapes of the parameters in forward: whole, or this rank's parts."""
+        """Whole, or this rank's parts."""
         if self.parts is None:
             return self.shapes
         return {name: self.parts.part_shape(name, shape) for name, shape in self.shapes.items()}
 
     @property
     def everywhere(self) -> Sequence[Any]:
-        """Names, shapes and dtypes of the trainable parameters on all ranks."""
+        """Trainable parameters on all ranks."""
         shapes = self.shapes
         return [(name, tuple(shapes[name]), p.dtype) for name, p in self.parameters.items()]
 
     @property
     def values(self) -> Mapping[str, Tensor]:
-        """The parameters in forward, for replaying derivations."""
+        """The parameters in forward."""
         return self.differentiated
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Tensors that plain autograd differentiates for a parameter, whose gradients add up."""
+        """Tensors that plain autograd differentiates for a parameter; their gradients add up."""
         return [self.differentiated[name]]
 
     @property
     def held(self) -> set[Tensor]:
-        """Tensors that identify an optimizer of this model; not to be changed."""
+        """Tensors that identify an optimizer of this model."""
         return self._held
 
     @property
@@ -113,7 +112,7 @@ class Sharding(ABC):
 
     @property
     def is_one_call(self) -> bool:
-        """True if one call of compiled code computes the whole forward, so all records arrive at once."""
+        """True if one compiled call computes the forward, so all records arrive at once."""
         return is_compiled(self.outermost) and not any(map(self.unshards, self.core.modules()))
 
     @property
@@ -157,7 +156,7 @@ class Sharding(ABC):
         return self.parameters.get(name) is parameter
 
     def refuse_hooks(self) -> None:
-        """Raise UnsupportedParameterError for foreign hooks on parameters."""
+        """Raise UnsupportedParameterError for foreign hooks."""
         for name, parameter in self.parameters.items():
             self.guard.refuse_hooks(name, parameter)
 
@@ -176,7 +175,7 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshards(self, module: nn.Module) -> bool:
-        """Return True if hooks around the module's forward unshard and reshard its parameters."""
+        """Return True if hooks around the module's forward unshard its parameters."""
 
     @abstractmethod
     def unshard_module(self, module: nn.Module) -> None:
@@ -184,27 +183,27 @@ class Sharding(ABC):
 
     @abstractmethod
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return names and tensors of parameters that exist only during the module's forward."""
+        """Return names and tensors that exist only during the module's forward."""
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Accept plain gradients in a block outside training; they reach no `.grad`."""
+        """Accept plain gradients in a block outside training."""
         with self.guard.guard_disabled(), self._isolated():
             yield
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Return a block for forwards without backward; ConfigurationError if ranks share samples in them."""
+        """Return a block without backward; ConfigurationError if ranks share samples in it."""
         with self._together(), self.guard_disabled(), whole_samples(self.parts):
             yield
 
     @abstractmethod
     def _isolated(self) -> AbstractContextManager[Any]:
-        """Return a block for forwards and backwards outside training; it restores the framework."""
+        """Return a block outside training; it restores the framework."""
 
     @abstractmethod
     def _together(self) -> AbstractContextManager[Any]:
-        """Return a block for forwards without backward, in which all ranks unshard together."""
+        """Return a block in which all ranks unshard together."""
 
     # --- shards
 
@@ -214,15 +213,15 @@ class Sharding(ABC):
 
     @abstractmethod
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Whole of a parameter-like tensor from this rank's `shard`; all ranks call it, in one order."""
+        """Whole of a parameter-like tensor; all ranks call it, in one order."""
 
     def full_value(self, name: str) -> Tensor:
-        """Whole parameter as the optimizer sees it; called like `unshard`."""
+        """Whole parameter as the optimizer sees it."""
         return self.unshard(name, self.parameters[name].detach())
 
     @abstractmethod
     def over_shards(self, x: Tensor) -> Tensor:
-        """Sum of a scalar over different shards of the data ranks."""
+        """Sum over different shards of the data ranks."""
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """Return model and `optimizer` for a checkpoint."""
@@ -242,9 +241,9 @@ class Sharding(ABC):
 
 
 class Unsharded(Sharding):
-    """Whole parameters in every process, or plain tensors that are parts of them.
+    """Whole parameters in every process, or plain parts of them.
 
-    `isolated` makes the block of `guard_disabled`; `together` lets ranks meet before forwards that communicate.
+    `isolated` makes the block of `guard_disabled`; ranks meet in `together` before forwards that communicate.
     """
 
     accumulates = False
@@ -261,9 +260,9 @@ class Unsharded(Sharding):
         self._make_isolated, self._meet = isolated, together
 
     def take_declared(self, declared: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
-        """Take the plain parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
+        """Take the parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
 
-        Detaches and raises ConfigurationError if they are no grid, or the parts do not fit.
+        Detaches and raises ConfigurationError if they are no grid.
         """
         everyone = all_ranks(self.device)
         try:
@@ -288,14 +287,14 @@ class Unsharded(Sharding):
         return {name: self.parts.whole_shape(name, p.shape) for name, p in self.parameters.items()}
 
     def unshards(self, module: nn.Module) -> bool:
-        """Return False: no parameter is sharded."""
+        """Return False."""
         return False
 
     def unshard_module(self, module: nn.Module) -> None:
         """Do nothing."""
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: all parameters are always whole."""
+        """Return nothing: all are always whole."""
         return ()
 
     def _isolated(self) -> AbstractContextManager[Any]:
@@ -311,7 +310,7 @@ class Unsharded(Sharding):
         return shard if self.parts is None else self.parts.joined(name, shard)
 
     def place(self, name: str) -> Place:
-        """Return where this rank's part lies."""
+        """See GradShards."""
         return Place() if self.parts is None else self.parts.place(name, self.shapes[name])
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -319,7 +318,7 @@ class Unsharded(Sharding):
         parameter.grad = gradient
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Return `x`: no other data rank has another shard."""
+        """Return `x`: data ranks have equal shards."""
         return x
 
 

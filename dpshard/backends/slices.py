@@ -20,10 +20,10 @@ from dpshard.backends.collectives import reduce_scatter
 
 
 class Slices:
-    """Slices of parameters over the C ranks of `group`, in an order that a reduction over D data ranks keeps.
+    """Slices over the C ranks of `group`, in an order that a reduction over D data ranks keeps.
 
-    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; by default, one chunk. `step`: how far apart the
-    chunks of ranks of one model are, if each has its own; None: they divide each chunk.
+    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; by default, one. `step`: how far apart one model's
+    ranks have their chunks; None: they divide each chunk.
     """
 
     def __init__(
@@ -42,14 +42,14 @@ class Slices:
         """Pieces in the order of chunks; data rank d is (d // step, d % step)."""
 
     def width(self, name: str, shape: Sequence[int]) -> int:
-        """Elements of a slice for one data rank, of a parameter of real `shape`."""
+        """Elements of a slice for one data rank."""
         return -(-self._chunk(name, shape) // self._divided)
 
     def _chunk(self, name: str, shape: Sequence[int]) -> int:
         return math.prod(shape) if self._rows is None else self._rows(name) * math.prod(shape[1:])
 
     def scatter(self, name: str, terms_B: Tensor) -> Tensor:
-        """Return this rank's slices [B, data ranks * width] of the sums of all ranks' terms [B, *shape]."""
+        """Return this rank's slices [B, data ranks * width] of the sums of terms [B, *shape]."""
         batch, shape = len(terms_B), terms_B.shape[1:]
         n, width = self._chunk(name, shape), self.width(name, shape)
         chunks_B = _padded(terms_B.reshape(batch, -1), self._chunks * n).view(batch, self._chunks, n)
@@ -67,7 +67,7 @@ class Slices:
         return chunks.reshape(-1)[: math.prod(shape)].view(tuple(shape))
 
     def joined(self, own: Tensor) -> Tensor:
-        """Slices [ranks, n] of this rank's chunk from its own [n], n of any parameters in a row."""
+        """Slices [ranks, n] of this rank's chunk from its own [n], of any parameters in a row."""
         return own[None] if self._divided == 1 else self._gathered(own)
 
     def _gathered(self, own: Tensor) -> Tensor:
@@ -81,10 +81,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list[int]] | None:
-    """Places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced.
-
-    In a flattened mesh (..., model, ...) their distance is the size of the dimensions behind.
-    """
+    """Places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced."""
     if not set(model_ranks) <= set(mesh_ranks):
         return None
     size, places = len(model_ranks), [mesh_ranks.index(rank) for rank in model_ranks]

@@ -54,10 +54,10 @@ class StageShards(OfStages, FSDP2Sharding):
 
 
 class LateUnits(UnitReduction, LateSums):
-    """Keeps whole sums of this rank's samples, and reduces all units after each step of the schedule."""
+    """Keeps whole sums, and reduces all units after each step of the schedule."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Keep the clipped sums; return None for each."""
+        """See Reduction."""
         self._store.begins(lambda: None)
         self.add(names, take)
         return [None] * len(names)
@@ -72,19 +72,19 @@ class LateUnits(UnitReduction, LateSums):
                 self._store.stand_in(name)
 
     def end_micro_batch(self) -> None:
-        """Reduce the sums of all units, in one order on all data ranks."""
+        """Reduce all units, in one order."""
         self._begin_pass()
         self._end()
 
     def _reduces(self, unit: Unit) -> bool:
-        # Schedules switch FSDP's own reduction off and on.
+        # Schedules switch FSDP's reduction off and on.
         return True
 
     def _add_shards(self, unit: Unit, shards: Tensor) -> None:
         try:
             super()._add_shards(unit, shards)
         except (LogicalBatchError, UnsupportedParameterError) as error:
-            self._late_fault = error  # raised later: other ranks wait in the reductions of the next units
+            self._late_fault = error  # raised later: other ranks wait in the next reductions
 
     def fault(self) -> DpshardError | None:
         """See Reduction."""

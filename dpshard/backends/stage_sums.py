@@ -1,4 +1,4 @@
-"""The clipped sums of a pipeline's stage, which the data ranks hold as replicas or shards.
+"""The clipped sums of a pipeline's stage.
 
 [Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP and FSDP2
 reduce earlier. So the engine sums over the data ranks. It sums replicas once in a logical batch. It sums shards after
@@ -45,7 +45,7 @@ class LateSums(ABC):
 
     @abstractmethod
     def end_micro_batch(self) -> None:
-        """End a micro-batch after its last sum; the data ranks call it together."""
+        """End a micro-batch; the data ranks call it together."""
 
     def add_later(self, names: Sequence[str], take: Take) -> None:
         """Take clipped sums after backward; `take_fault` returns an error, because all ranks must learn of it."""
@@ -61,7 +61,7 @@ class LateSums(ABC):
 
 
 class WholeSums(DirectReduction, LateSums):
-    """Sums of whole parameters, and over their replicas on the `data` ranks."""
+    """Sums of whole parameters, over replicas on the `data` ranks."""
 
     def __init__(self, sharding: Unsharded, store: DotGradStore, data: Communicator) -> None:
         super().__init__(store)
@@ -79,7 +79,7 @@ class WholeSums(DirectReduction, LateSums):
         return super().micro_batch(last=last)
 
     def add(self, names: Sequence[str], take: Take) -> None:
-        """Add this replica's sums; raise LogicalBatchError after `sum_rest`, which would count others twice."""
+        """Add this replica's sums; LogicalBatchError after `sum_rest`, which would count others twice."""
         if self._is_summed:
             raise LogicalBatchError(
                 "A backward came after its logical batch was summed over the replicas of the stage. Call "
@@ -95,7 +95,7 @@ class WholeSums(DirectReduction, LateSums):
         return self.take_fault() or super().fault()
 
     def sum_rest(self) -> None:
-        """Sum over the replicas, once in a logical batch."""
+        """Sum over the replicas, once."""
         if self._is_summed or self._data.group is None:
             return
         trained = {name: p for name, p in self._sharding.parameters.items() if p.requires_grad}
@@ -105,7 +105,7 @@ class WholeSums(DirectReduction, LateSums):
         self._is_summed = True
 
     def _sum_of(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a parameter's sum, real; zeros without a gradient, because other replicas may have one."""
+        """Return a parameter's real sum, perhaps zeros: other replicas may have a gradient."""
         self._store.stand_in(name)
         if parameter.dtype in WIDE:
             assert parameter.grad is not None
@@ -113,7 +113,7 @@ class WholeSums(DirectReduction, LateSums):
         return self._store.wide_sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest of the first replica; LogicalBatchError if others differ."""
+        """See Reduction."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "The clipped sums of this logical batch differ between the replicas of a pipeline, so the replicas "
@@ -124,7 +124,7 @@ class WholeSums(DirectReduction, LateSums):
 
 
 class SilentReducer:
-    """The reducer of a stage in DDP, which would reduce before all sums are there; see [Note: Sums of a stage]."""
+    """The reducer of a stage in DDP, which would reduce too early."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model, self._reducer = model, model.reducer

@@ -37,13 +37,13 @@ class StagedState(NamedState):
         self._require_one_of_each_name(get_model_state_dict(model))
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; the parameter groups are those of all stages."""
+        """See TrainingState; with the parameter groups of all stages."""
         own = super().snapshot()
         self._require_one_of_each_name(own.model)
         return own._replace(groups=joined(self._exchange(list(map(_on_cpu, own.groups)))))
 
     def _require_one_of_each_name(self, model: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless frozen parameters and buffers of one name are equal: one would be lost."""
+        """Raise ConfigurationError unless tensors of one name are equal: one would be lost."""
         count = Counter(name for names in self._exchange(list(model)) for name in names)
         own = {(name, _place(model[name])): _digest(model[name]) for name in model if count[name] > 1}
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -62,7 +62,7 @@ class StagedState(NamedState):
 
 
 def joined(stages: Sequence[Groups]) -> Groups:
-    """Parameter groups of all stages; groups of different stages with equal settings are one."""
+    """Return parameter groups of all stages; those of different stages with equal settings are one."""
     found: Groups = []
     for groups in stages:
         others = list(found)
@@ -81,7 +81,7 @@ def _on_cpu(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def _place(value: Any) -> tuple[int, ...]:
-    """Return which shard of `value` this rank holds; () for all of it."""
+    """Return which shard of `value` this rank holds."""
     return tuple(value.device_mesh.get_coordinate() or ()) if isinstance(value, DTensor) else ()
 
 

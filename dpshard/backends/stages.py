@@ -30,7 +30,7 @@ STAGE = "stage"
 
 
 def are_stages(declared: Mapping[str, Any]) -> bool:
-    """Return True if the user declares stages; raise ConfigurationError if only some parameters are of a stage."""
+    """Return True if the user declares stages; ConfigurationError if only some parameters are of a stage."""
     kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
@@ -41,7 +41,7 @@ def are_stages(declared: Mapping[str, Any]) -> bool:
 
 
 class Stages(ModelParts):
-    """The ranks of one pipeline, which make it together; every parameter is whole on one of them.
+    """The ranks of one pipeline, which make it together.
 
     Raises ConfigurationError, on all ranks, for a stage without trainable parameters, and for two of one name.
     """
@@ -55,7 +55,7 @@ class Stages(ModelParts):
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(group, device, {})
-        self._chunks = 0  # checksum of the chunks since the last release
+        self._chunks = 0  # checksum since the last release
         own = [(name, list(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
         self.everywhere: list[tuple[str, tuple[int, ...], str, bool]] = []
         """Name, shape, dtype and whether it is complex, of every trainable parameter, in the order of stages."""
@@ -83,7 +83,7 @@ class Stages(ModelParts):
         return STAGE
 
     def is_cut(self, name: str) -> bool:
-        """Return True: other ranks hold other elements of the released vector."""
+        """See Parts."""
         return True
 
     def exchange(self, value: Any) -> list[Any]:
@@ -104,9 +104,9 @@ class Stages(ModelParts):
     def partition(
         self, model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
     ) -> tuple[ClippingGroup, ...]:
-        """Return the groups of the whole model; groups of one label on several stages are one.
+        """Return the groups of the whole model; those of one label on several stages are one.
 
-        Raises ConfigurationError, on all ranks, if one of them cannot form groups.
+        Raises ConfigurationError on all ranks.
         """
         try:
             own: tuple[str, Any] = ("", labelled(model, style, trainable))
@@ -117,19 +117,19 @@ class Stages(ModelParts):
             if error:
                 raise ConfigurationError(error)
             for label, names in found.items():
-                # A list names parameters of all stages, and maybe unknown ones.
+                # A list may name parameters of all stages, and unknown ones.
                 held = [name for name in names if self._owner.get(name, rank) == rank]
                 groups.setdefault(label, []).extend(held)
         return form_groups(groups, trainable=list(self._owner), max_grad_norm=max_grad_norm)
 
     def spanning(self, groups: Sequence[ClippingGroup]) -> frozenset[int]:
-        """Numbers of the groups with parameters on several stages."""
+        """Numbers of groups on several stages."""
         return frozenset(group.index for group in groups if len({self._owner[name] for name in group.names}) > 1)
 
     # --- what stages have run
 
     def note_chunk(self, *identity: Any) -> None:
-        """Note that this stage runs a chunk with this identity, in any order."""
+        """Note a chunk that this stage runs, in any order."""
         digest = hashlib.sha256(repr(identity).encode()).digest()
         self._chunks = (self._chunks + int.from_bytes(digest[:7], "little")) % (1 << 62)
 
@@ -140,7 +140,7 @@ class Stages(ModelParts):
 
 
 class OfStages:
-    """What a Sharding of one stage says of all stages; goes before the Sharding that it is mixed into."""
+    """What a Sharding of one stage says of all; goes before the Sharding in the bases."""
 
     parts: Stages
     outermost: nn.Module
@@ -158,7 +158,7 @@ class OfStages:
 
     @property
     def elements(self) -> int:
-        """Number of real trainable numbers on all stages."""
+        """See Sharding."""
         return sum(math.prod(shape) * (1 + is_complex) for _, shape, _, is_complex in self.parts.everywhere)
 
     def training_state(self, optimizer: Any) -> TrainingState:

@@ -1,7 +1,4 @@
-"""`parallelize_module` without FSDP: parameters are DTensors, and all ranks hold one model.
-
-There is one data rank, so nothing is reduced.
-"""
+"""`parallelize_module` without FSDP: parameters are DTensors, on one data rank."""
 
 from __future__ import annotations
 
@@ -45,10 +42,7 @@ def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = N
 
 
 def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -> ModelParts:
-    """Parts of a model: DTensors on one mesh, and plain tensors, which are whole.
-
-    Raises ConfigurationError for other placements.
-    """
+    """Parts of a model of DTensors on one mesh, and whole plain tensors; ConfigurationError for others."""
     meshes: list[DeviceMesh] = []
     cut: dict[str, int] = {}
     for name, p in placed.items():
@@ -72,7 +66,7 @@ def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -
 
 
 class PlacedSharding(Unsharded):
-    """Parameters; some are DTensors over the ranks of one model."""
+    """Parameters; some are DTensors."""
 
     accumulates = True
 
@@ -95,7 +89,7 @@ class PlacedSharding(Unsharded):
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put this rank's part in `.grad`."""
+        """See GradShards."""
         p = parameter
         if isinstance(p, DTensor):
             parameter.grad = DTensor.from_local(
@@ -109,5 +103,5 @@ class PlacedReduction(DirectReduction):
     """Puts the sums of a rank's parts in `.grad`."""
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True: every forward and backward communicates."""
+        """Return True: every forward communicates."""
         return True

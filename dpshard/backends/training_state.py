@@ -1,4 +1,4 @@
-"""Model and optimizer for a checkpoint: whole or sharded tensors by parameter name, the same in all back-ends."""
+"""Model and optimizer for a checkpoint: tensors by parameter name, the same in all back-ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from dpshard.errors import CheckpointError, ConfigurationError
 
 Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer, with names in place of parameters."""
+"""Parameter groups of an optimizer, by name."""
 
 OPTIMIZER_STATE = "optimizer.state."
 """Prefix of optimizer state in a checkpoint; the parameter's name and the state's own name follow."""
@@ -31,10 +31,10 @@ NAMING = frozenset({"params", "param_names"})
 
 
 class Snapshot(NamedTuple):
-    """A nested state; its tensors, whole or sharded, share memory with the training."""
+    """A nested state; its tensors share memory with the training."""
 
     model: dict[str, Any]
-    """By the names of the model's state_dict()."""
+    """By names of state_dict()."""
     remembered: dict[str, dict[str, Any]]
     """By parameter; empty before the first step."""
     groups: Groups
@@ -57,7 +57,7 @@ class TrainingState(Protocol):
 
 
 class NamedState:
-    """A TrainingState of whole parameters or DTensors under a torch optimizer."""
+    """A TrainingState of whole parameters or DTensors."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, names: Mapping[Tensor, str]) -> None:
         self.model, self.optimizer, self.names = model, optimizer, names
@@ -65,7 +65,7 @@ class NamedState:
     def snapshot(self) -> Snapshot:
         """See TrainingState."""
         self._reshard()
-        # get_optimizer_state_dict would take a first step with zero gradients, which Adam would count.
+        # get_optimizer_state_dict would take a first step, which Adam would count.
         if not self.optimizer.state:
             return Snapshot(get_model_state_dict(self.model), {}, self._groups())
         return self._stepped()
@@ -99,7 +99,7 @@ class NamedState:
         return [group | {"params": [self._name(p) for p in group["params"]]} for group in self.optimizer.param_groups]
 
     def _fitting(self, saved: Groups) -> Groups:
-        """Optimizer's groups with the saved settings of their parameters."""
+        """Return own groups with the parameters' saved settings."""
         settings_of = {name: group for group in saved for name in group["params"]}
         found: Groups = []
         for own in self._groups():
@@ -129,14 +129,14 @@ class NamedState:
         return self.names[parameter]
 
     def _reshard(self) -> None:
-        # After a forward without a backward FSDP2 leaves the root's parameters unsharded.
+        # FSDP2 leaves the root unsharded after a forward without a backward.
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """Return the settings in which two parameter groups differ."""
+    """Return the settings in which two groups differ."""
     both = one.keys() & other.keys()
     return sorted(
         key for key in (one.keys() | other.keys()) - NAMING if key not in both or not same(one[key], other[key])
@@ -144,7 +144,7 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
 
 
 def same(a: Any, b: Any) -> bool:
-    """Return True for equal values, which may be tensors."""
+    """Return True for equal values or tensors."""
     tensors = isinstance(a, Tensor), isinstance(b, Tensor)
     return torch.equal(a.cpu(), b.cpu()) if all(tensors) else not any(tensors) and a == b
 

@@ -17,10 +17,7 @@ from dpshard.backends.deepspeed.sharding import ZeroSharding
 
 
 def deepspeed_backend(model_engine: Any) -> Backend:
-    """Back-end of a model engine from deepspeed.initialize().
-
-    Raises ConfigurationError for DeepSpeed settings that would not be private or exact.
-    """
+    """Back-end of a model engine; ConfigurationError for settings that are not private or exact."""
     stage = refuse_unsupported(model_engine)
     sharding = ZeroSharding(model_engine, stage)
     communicator, reducer = sharding.communicator, reducer_of(sharding, stage)

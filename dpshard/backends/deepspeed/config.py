@@ -16,11 +16,11 @@ from dpshard.names import is_compiled
 _TESTED = (0, 19)
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
-"""DeepSpeed's optimizer wrappers with a known memory layout."""
+"""DeepSpeed's optimizers with a known layout."""
 
 
 def is_model_engine(model: nn.Module) -> bool:
-    """Return True if deepspeed.initialize() returned `model`; does not import DeepSpeed."""
+    """Return True for a DeepSpeedEngine; does not import DeepSpeed."""
     return any(
         kind.__name__ == "DeepSpeedEngine" and kind.__module__.partition(".")[0] == "deepspeed"
         for kind in type(model).__mro__
@@ -28,12 +28,12 @@ def is_model_engine(model: nn.Module) -> bool:
 
 
 def is_managed(model: nn.Module) -> bool:
-    """Return True if DeepSpeed has partitioned parameters of `model`."""
+    """Return True if DeepSpeed has partitioned parameters."""
     return any(hasattr(p, "ds_id") or hasattr(p, "_hp_mapping") for p in model.parameters())
 
 
 def refuse_unsupported(model_engine: Any) -> int:
-    """ZeRO stage (1, 2 or 3); ConfigurationError if a setting is not private, or not proved exact."""
+    """ZeRO stage (1, 2 or 3); ConfigurationError if a setting is not proved private and exact."""
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(
@@ -49,7 +49,7 @@ def refuse_unsupported(model_engine: Any) -> int:
 
 
 def require_no_accumulation(model_engine: Any) -> None:
-    """Raise ConfigurationError unless DeepSpeed leaves losses undivided by a number of micro-batches."""
+    """Raise ConfigurationError unless DeepSpeed leaves losses undivided."""
     steps = model_engine.gradient_accumulation_steps()
     if steps != 1:
         raise ConfigurationError(

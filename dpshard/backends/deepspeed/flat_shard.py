@@ -16,11 +16,11 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes of a box, by dimension."""
+"""Offsets and sizes, by dimension."""
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
-    """Yield the boxes of elements `start` to `start + length` of a tensor of `shape`, in order."""
+    """Yield the boxes of elements `start` to `start + length`, in order."""
     if not length:
         return
     if len(shape) <= 1:
@@ -41,10 +41,7 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 class Piece(Tensor):
-    """The flat `elements` [n] as a part of a tensor of `shape`, from `start` on in row-major order.
-
-    It has the whole shape, and supports only torch.distributed.checkpoint, which reads into `elements`.
-    """
+    """Flat `elements` [n] of a tensor of `shape`, from `start` on, for torch.distributed.checkpoint only."""
 
     elements: Tensor
     start: int
@@ -59,7 +56,7 @@ class Piece(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Support only the new_empty() of an asynchronous save, which then copies attributes."""
+        """Support the new_empty() of an asynchronous save."""
         if func is torch.ops.aten.new_empty.default:
             piece, _ = args
             return cls(piece.elements.new_empty(0, device=(kwargs or {}).get("device")), piece.start, piece.shape)

@@ -1,4 +1,4 @@
-"""Reduction of clipped sums instead of DeepSpeed's, and their place in its optimizer."""
+"""Reduction of clipped sums instead of DeepSpeed's."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
 
 
 class PartitionReduction:
-    """The Reduction by a Reducer; see [Note: Why DeepSpeed does not reduce]."""
+    """See [Note: Why DeepSpeed does not reduce]."""
 
     is_unsummed = True
 
@@ -42,7 +42,7 @@ class PartitionReduction:
         self._restored = list(_keep_from_reducing(model_engine))
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums; no gradient reaches the parameters."""
+        """Reduce the clipped sums past the parameters."""
         require_no_accumulation(self._model_engine)
         if self._passes.begins(self._reducer.finish):
             self._reducer.abandon()  # left by a failed backward pass
@@ -51,7 +51,7 @@ class PartitionReduction:
         return [None] * len(names)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a block in which model_engine.step() steps only after the last micro-batch."""
+        """See Reduction; model_engine.step() steps only after the last micro-batch."""
         return self._micro_batch(last)
 
     @contextmanager
@@ -62,21 +62,21 @@ class PartitionReduction:
         before = self._reducer.passes
         yield
         if self._reducer.passes == before:
-            # No backward, perhaps because all rows are padding; other ranks may have had one.
+            # Other ranks may have had a backward.
             self._reducer.finish()
             if engine.enable_backward_allreduce:
                 engine.allreduce_gradients()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True in stage 3, where every forward and backward unshards."""
+        """Return True in stage 3, where forwards and backwards unshard."""
         return self._stage == 3
 
     def fault(self) -> None:
-        """Return None: scripts cannot reach the sums."""
+        """None: scripts cannot reach the sums."""
         return
 
     def sum_rest(self) -> None:
-        """Reduce the sums that stage 1 kept back."""
+        """Reduce stage 1's sums."""
         self._reducer.complete()
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
@@ -84,7 +84,7 @@ class PartitionReduction:
         return ranks_WL.sum(0)
 
     def detach(self) -> None:
-        """Restore DeepSpeed's own reduction and count of micro-batches."""
+        """Restore DeepSpeed."""
         for restore in self._restored:
             restore()
         if self._model_engine.managed_gradient_accumulation():
@@ -92,12 +92,12 @@ class PartitionReduction:
 
 
 class PartitionStore:
-    """Keeps sums in the Reducer's accumulators."""
+    """Keeps sums in the Reducer."""
 
     def __init__(self, sharding: ZeroSharding, reducer: Reducer) -> None:
         self._sharding, self._reducer = sharding, reducer
         self._parameters, self._guard = sharding.parameters, sharding.guard
-        self._private: dict[int, Tensor] = {}  # before DeepSpeed's step, by id of the master
+        self._private: dict[int, Tensor] = {}  # by id of the master
 
     def shards(self) -> list[SumShard]:
         """See GradientStore."""
@@ -121,7 +121,7 @@ class PartitionStore:
         return self._sharding.over_shards(norm.square()).sqrt()
 
     def install(self, held: set[Tensor]) -> None:
-        """Put private gradients on the partitions of DeepSpeed's optimizer."""
+        """Put private gradients on DeepSpeed's partitions."""
         for master in held & set(self._sharding.layout.masters):
             gradient = self._private.pop(id(master), None)
             if gradient is None:
@@ -149,7 +149,7 @@ class PartitionStore:
             )
 
     def drop(self) -> None:
-        """Drop sums, and private gradients that DeepSpeed has not used."""
+        """Drop sums and private gradients."""
         self._reducer.clear()
         self._private.clear()
         self._guard.reset()
@@ -160,13 +160,10 @@ class PartitionStore:
 
 
 def _keep_from_reducing(model_engine: Any) -> Iterator[Callable[[], object]]:
-    """Stop DeepSpeed from reducing gradients that never come; yield functions that undo it.
-
-    Stages 1 and 2 would fail on an empty bucket, and BF16_Optimizer would reduce zeros.
-    """
+    """Stop DeepSpeed from reducing gradients that never come: an empty bucket fails. Yield functions that undo it."""
     zero = model_engine.optimizer
     if hasattr(zero, "reduce_ipg_grads"):
-        # Compiled backwards run the hooks of parameters without a gradient, too.
+        # Compiled backwards run hooks of parameters without a gradient, too.
         for name in ("reduce_ipg_grads", "process_gradients"):
             setattr(zero, name, lambda *_, **__: None)
             yield functools.partial(delattr, zero, name)

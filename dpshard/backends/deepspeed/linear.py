@@ -11,7 +11,7 @@ _LINEAR = torch._C._nn.linear  # the original F.linear
 
 
 def keep_linear() -> None:
-    """Restore F.linear, and stop ZeRO-3 from replacing it again: its function hides parameters from rules."""
+    """Keep F.linear torch's: ZeRO-3's hides parameters from rules."""
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:
         return

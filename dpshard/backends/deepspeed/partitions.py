@@ -19,21 +19,20 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fragment:
-    """This rank's part of one parameter's master copy."""
+    """This rank's part of a parameter's master copy."""
 
     master: Tensor
-    """Flat partition [N] that the optimizer steps on; float32, or as DeepSpeed is set."""
+    """Flat partition [N] that the optimizer steps on."""
     offset: int
     """Start in the master."""
     start: int
     """Start in the flattened parameter."""
     length: int
-    """Number of elements; may be 0."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ZeroLayout:
-    """The fragments of this rank, one per parameter."""
+    """This rank's fragments."""
 
     fragments: Mapping[str, Fragment]
     masters: tuple[Tensor, ...]
@@ -42,10 +41,7 @@ class ZeroLayout:
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """Layout of the parameters with `names`; ConfigurationError if it is not proved.
-
-    `zero` is DeepSpeed's wrapper around the optimizer.
-    """
+    """Layout of the parameters with `names`, from DeepSpeed's optimizer wrapper; ConfigurationError if not proved."""
     try:
         stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
         found = list(_stage_3(zero, rank) if stage_3 else _flattened(zero, rank))
@@ -82,7 +78,7 @@ def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout
 
 
 _Found = tuple[Any, Fragment, Tensor]
-"""A parameter, its fragment, and the elements that the fragment must equal."""
+"""Parameter, fragment, and the elements that it must equal."""
 
 
 def _flattened(zero: Any, rank: int) -> Iterator[_Found]:

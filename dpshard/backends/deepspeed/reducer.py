@@ -21,7 +21,7 @@ from dpshard.backends.grad_store import add
 from dpshard.errors import LogicalBatchError
 
 BUCKET = 2**25
-"""Elements per reduction (128 MiB in float32); a larger parameter is a bucket of its own."""
+"""Elements per reduction; a larger parameter is a bucket of its own."""
 
 _IN_FLIGHT = 2
 """Most reductions at once."""
@@ -33,7 +33,7 @@ class Shape:
 
     numel: int
     dtype: torch.dtype
-    """dtype of sum and noise: float64 for float64 parameters, else float32."""
+    """float64 for float64 parameters, else float32"""
     device: torch.device
 
 
@@ -46,18 +46,18 @@ class _Flight:
 
 
 class Reducer:
-    """The running sums of one logical batch over micro-batches and ranks."""
+    """The running sums of one logical batch."""
 
     def __init__(
         self, layout: ZeroLayout, shapes: Mapping[str, Shape], group: dist.ProcessGroup, *, late: bool
     ) -> None:
         self.layout, self.shapes, self.group = layout, shapes, group
         self.late = late
-        """True to keep whole sums until `complete`: one reduction per logical batch, but more memory."""
+        """True to keep whole sums until `complete`: one reduction, more memory."""
         self.passes = 0
-        """Backward passes that have ended; equal on all ranks."""
+        """Backward passes that have ended, equal on all ranks."""
         self._buckets = _buckets(shapes)
-        self._next = 0  # the first bucket not reduced in this round
+        self._next = 0  # first bucket not reduced yet
         self._sums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self._held: dict[str, Tensor] = {}
@@ -65,13 +65,12 @@ class Reducer:
         self._totals: dict[int, Tensor] = {}
 
     def put(self, name: str, clipped_sum: Tensor | None) -> None:
-        """Add this rank's clipped sum of a parameter; None if no sample used it."""
+        """Add this rank's clipped sum of a parameter, if any."""
         if name in self._arrived:
             raise LogicalBatchError(f"{name} was summed twice in one backward pass: a sample would count twice.")
         self._arrived.add(name)
         if clipped_sum is not None:
             add(self._sums, name, clipped_sum.to(self.shapes[name].dtype).reshape(-1))
-        # One fixed order, because ranks may use different layers.
         while not self.late and self._next < len(self._buckets):
             if not self._arrived.issuperset(self._buckets[self._next]):
                 break
@@ -88,7 +87,7 @@ class Reducer:
             add(self._held, name, self._sums.pop(name))
 
     def complete(self) -> None:
-        """End a logical batch: reduce late sums."""
+        """Reduce late sums."""
         if self.late:
             self._reduce()
 
@@ -100,7 +99,7 @@ class Reducer:
         self._next = 0
 
     def abandon(self) -> None:
-        """Drop the remains of a failed backward pass; buckets in flight still arrive."""
+        """Drop a failed backward pass; buckets in flight still arrive."""
         while self._flights:
             self._land()
         self._sums.clear()
@@ -108,20 +107,20 @@ class Reducer:
         self._next = 0
 
     def clear(self) -> None:
-        """Drop all sums, also of earlier micro-batches."""
+        """Drop all sums."""
         self.abandon()
         self._held.clear()
         self._totals.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the summed fragments by id of the master, laid out like it; start again at zero."""
+        """Return the summed fragments by id of the master; start again at zero."""
         for name in self.shapes:
-            self.fragment(name)  # creates the missing sums as zeros
+            self.fragment(name)  # creates missing ones
         totals, self._totals = self._totals, {}
         return totals
 
     def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
-        """Return this rank's fragment of a running sum, or of `totals`, a view [length]."""
+        """Return this rank's fragment [length] of a sum, or of `totals`, as a view."""
         totals = self._totals if totals is None else totals
         place, shape = self.layout.fragments[name], self.shapes[name]
         if id(place.master) not in totals:
@@ -167,7 +166,7 @@ class Reducer:
 
 
 def _buckets(shapes: Mapping[str, Shape]) -> list[list[str]]:
-    """Return names in reverse order, in runs of one dtype and about BUCKET elements."""
+    """Return names in reverse order, in runs of one dtype."""
     buckets: list[list[str]] = []
     elements, kind = BUCKET, None
     for name, shape in reversed(list(shapes.items())):

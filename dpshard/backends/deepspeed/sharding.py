@@ -1,4 +1,4 @@
-"""The parameters of a DeepSpeed model, and the flat partitions of its optimizer."""
+"""The parameters of a DeepSpeed model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from dpshard.errors import ConfigurationError
 
 
 class ZeroSharding(Sharding):
-    """The parameters of a DeepSpeedEngine; ConfigurationError if its memory layout is unknown."""
+    """The parameters of a DeepSpeedEngine; ConfigurationError if its layout is unknown."""
 
     def __init__(self, model_engine: Any, stage: int) -> None:
         super().__init__(model_engine.module, model_engine.module)
@@ -44,12 +44,12 @@ class ZeroSharding(Sharding):
 
     @property
     def held(self) -> set[Tensor]:
-        """The parameters, and the fp32 partitions in their place."""
+        """The parameters, and the partitions in their place."""
         return super().held | set(self.layout.masters)
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Whole shapes; in stage 3 an unused parameter itself has no elements."""
+        """Whole shapes; stage 3 empties unused parameters."""
         return {name: getattr(p, "ds_shape", p.shape) for name, p in self.parameters.items()}
 
     @property
@@ -64,12 +64,12 @@ class ZeroSharding(Sharding):
         return self._zero3 is not None and module is self.core
 
     def unshard_module(self, module: nn.Module) -> None:
-        """Unshard the outermost module's own parameters."""
+        """Unshard the outermost module's parameters."""
         if self._zero3 is not None:
             self._zero3.unshard()
 
     def unsharded_parameters(self, module: nn.Module) -> Iterable[tuple[str, Tensor]]:
-        """Return nothing: DeepSpeed unshards parameters in place."""
+        """Return nothing: DeepSpeed unshards in place."""
         return ()
 
     def _isolated(self) -> AbstractContextManager[Any]:
@@ -87,7 +87,7 @@ class ZeroSharding(Sharding):
     # --- shards
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Whole tensor from the fragments of all ranks."""
+        """See Sharding."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard
@@ -95,16 +95,16 @@ class ZeroSharding(Sharding):
         return full.view(*shape)
 
     def full_value(self, name: str) -> Tensor:
-        """Whole parameter in the partitions' precision."""
+        """See Sharding; in the partitions' precision."""
         place = self.layout.fragments[name]
         return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Sum of a scalar over ranks."""
+        """See Sharding."""
         return self.communicator.all_gather(x.view(1)).sum()
 
     def training_state(self, optimizer: Any) -> ZeroState:
-        """See Sharding; `optimizer` may be DeepSpeed's wrapper."""
+        """See Sharding."""
         zero = self._zero
         if optimizer is not zero and optimizer is not zero.optimizer:
             raise ConfigurationError(

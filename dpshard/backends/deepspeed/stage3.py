@@ -48,7 +48,7 @@ class Zero3:
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
         for name in _AROUND:
             setattr(offload, name, self._quietly(getattr(offload, name)))
-        # A parameter that a module borrows from another is gathered at its lookup, within the forward.
+        # A parameter that a module borrows is gathered at its lookup, within the forward.
         self._gathering = [(p, p.all_gather) for p in core.parameters()]  # type: ignore[attr-defined]
         for p, all_gather in self._gathering:
             p.all_gather = _in_quiet(all_gather)  # type: ignore[attr-defined]
@@ -131,7 +131,7 @@ class Zero3:
     # --- start-up
 
     def unshard(self) -> None:
-        """Gather the outermost module's own parameters until `isolated` ends."""
+        """Gather the outermost module's parameters until `isolated` ends."""
         with Passthrough.set(True):
             for parameter in self.core.parameters(recurse=False):
                 if not is_gathered(parameter):
@@ -140,7 +140,7 @@ class Zero3:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Return a block for forwards without backward."""
+        """Return a block without backward."""
         self.marking = False
         try:
             yield
@@ -149,11 +149,11 @@ class Zero3:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Return a block for forwards and backwards; it restores DeepSpeed's bookkeeping."""
+        """Return a block for forwards and backwards; it restores DeepSpeed."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []
         for hooks in saving:
-            hooks.__exit__()  # torch.func, used by rules for derivations, refuses to run under them
+            hooks.__exit__()  # torch.func, which rules use, refuses to run under them
         try:
             yield
         finally:
@@ -183,7 +183,7 @@ def _in_quiet(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class _Mark:
-    """Marks tensors by an autograd function, but only those that backward reaches."""
+    """Marks tensors that backward reaches."""
 
     owner: Zero3
     function: Any
@@ -196,7 +196,7 @@ class _Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Lent:
-    """Replaces a saved view of a gathered parameter."""
+    """A saved view of a gathered parameter."""
 
     parameter: Any
     size: tuple[int, ...]
@@ -205,7 +205,7 @@ class _Lent:
 
 
 class _Values(Mapping[str, Tensor]):
-    """Whole parameters; NaN of the right shape for one that is partitioned now."""
+    """Whole parameters; NaN in place of a partitioned one."""
 
     def __init__(self, parameters: Mapping[str, Any]) -> None:
         self.parameters = parameters
@@ -214,7 +214,7 @@ class _Values(Mapping[str, Tensor]):
         parameter = self.parameters[name]
         if is_gathered(parameter):
             return parameter
-        # A derivation replayed after its module's forward only moves elements; NaN would show if values mattered.
+        # A replayed derivation only moves elements; NaN would show if values mattered.
         return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.ds_shape)
 
     def __iter__(self) -> Iterator[str]:

@@ -21,14 +21,13 @@ from dpshard.names import canonical_name
 _INSTEAD = "save by model_engine.save_checkpoint(), with engine.state_dict()"
 
 _Described = dict[str, dict[str, Any]]
-"""Descriptions of optimizer state in a checkpoint, by parameter and name."""
+"""Optimizer state in a checkpoint, by parameter and name."""
 
 
 class ZeroState:
-    """A TrainingState of the partitions of a ZeRO optimizer.
+    """A TrainingState of a ZeRO optimizer; ConfigurationError if DeepSpeed offloads it in part.
 
-    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module in the DeepSpeedEngine, with these trainable
-    `parameters`. Raises ConfigurationError if DeepSpeed offloads the optimizer in part.
+    `zero` is DeepSpeed's wrapper around the optimizer, `core` the module in the DeepSpeedEngine.
     """
 
     def __init__(
@@ -48,7 +47,7 @@ class ZeroState:
         return self.zero.optimizer
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; CheckpointError for optimizer state with neither one value per element nor one in all."""
+        """See TrainingState; CheckpointError for state with neither one value per element nor one in all."""
         remembered: dict[str, dict[str, Any]] = {}
         for name, place in self.layout.fragments.items():
             for key, value in self._optimizer.state.get(place.master, {}).items():
@@ -103,7 +102,7 @@ class ZeroState:
         return _frozen(value, self.rank) if hasattr(value, "ds_tensor") else value.detach()
 
     def _groups(self) -> Groups:
-        # A master is a param group; in stage 3 it is a part of one.
+        # A master is a param group, or in stage 3 a part of one.
         number = {id(master): i for i, master in enumerate(self.layout.masters)}
         group_of = getattr(self.zero, "sub_group_to_group_id", None) or {i: i for i in number.values()}
         groups = [group | {"params": []} for group in self._optimizer.param_groups]
@@ -128,7 +127,7 @@ class ZeroState:
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:
-        """Return, by id of the master, tensors to read optimizer state into: existing or new ones."""
+        """Return tensors to read optimizer state into, by id of the master."""
         kinds: dict[str, list[bool]] = {}
         for name in self.shapes:
             for key, item in described.get(name, {}).items():
@@ -138,7 +137,7 @@ class ZeroState:
         for name, place in self.layout.fragments.items():
             master, own = place.master, found[id(place.master)]
             for key, item in described.get(name, {}).items():
-                # A value per partition has the shape of a 0-dimensional parameter, so all parameters must agree.
+                # A value per partition looks like a 0-dimensional parameter's, so all must agree.
                 if all(kinds[key]) and key not in own:
                     known = self._optimizer.state.get(master, {}).get(key)
                     fits = isinstance(known, Tensor) and known.shape == master.shape
@@ -161,7 +160,6 @@ class ZeroState:
         return states
 
     def _load_optimizer(self, partitions: Mapping[int, dict[str, Any]], groups: Groups) -> None:
-        """Install the read state by torch's load_state_dict(), which chooses devices."""
         optimizer, stage_3 = self._optimizer, hasattr(self.zero, "_set_fp32_optimizer_param_groups")
         if stage_3:
             self.zero._set_fp32_optimizer_param_groups()
@@ -183,7 +181,7 @@ class ZeroState:
 
     def _refresh(self, model: Mapping[str, Any]) -> None:
         others = {name: value for name, value in model.items() if not isinstance(value, Piece)}
-        self.core.load_state_dict(others, strict=False)  # tensors were read in place; this loads modules' extra state
+        self.core.load_state_dict(others, strict=False)  # this loads modules' extra state
         if hasattr(self.zero, "update_lp_params"):
             self.zero.update_lp_params()
             return

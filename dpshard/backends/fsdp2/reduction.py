@@ -37,15 +37,15 @@ class _Pass:
     arrived: set[str] = field(default_factory=set)
     """Parameters whose sums are in, or will not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Sums [whole shape] of units behind the next one."""
+    """Of units behind the next one, whole."""
     bucket: Tensor | None = None
-    """[ranks, elements of a rank's padded shards] of the next unit."""
+    """Of the next unit: [ranks, elements of a rank's padded shards]."""
     running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
-    """Unit, its shards, the source bucket, the work."""
+    """Unit, shards, source bucket, work."""
 
 
 class UnitReduction:
-    """One reduce-scatter per unit; see [Note: From clipped sums to shards]."""
+    """See [Note: From clipped sums to shards]."""
 
     is_unsummed = False
 
@@ -67,7 +67,7 @@ class UnitReduction:
         return self._sharding.rows(name) * local.shape[1:].numel()
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums; return None for each, because shards go to `.grad` directly."""
+        """Reduce the clipped sums to `.grad`; return None for each."""
         if self._store.begins(self._end):
             self._pass = None  # left by a failed backward pass
         self._store.require_untouched(names)
@@ -145,7 +145,6 @@ class UnitReduction:
                 self._store.add_shard(name, shard[: local.numel()].view(local.shape))
 
     def _join_slices(self, unit: Unit, shards: Tensor) -> Tensor:
-        """Slices of all ranks of a model, which come first in a bucket, [ranks, their elements]."""
         parts, columns = self._sharding.parts, self._columns[unit]
         sliced = max((columns[name].stop for name in columns if self._is_sliced(name)), default=0)
         return parts.terms.slices.joined(shards[:sliced]) if parts is not None and sliced else shards[None]
@@ -195,7 +194,7 @@ class UnitReduction:
         return nullcontext()
 
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True: every forward and backward unshards parameters."""
+        """Return True: every forward unshards."""
         return True
 
     def fault(self) -> DpshardError | None:
@@ -211,7 +210,7 @@ class UnitReduction:
         """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest of all shards; LogicalBatchError if replicas of HSDP differ."""
+        """See Reduction."""
         shape, shard_dim = self._sharding.data_shape, self._sharding.shard_dim
         replicas_RL = ranks_WL.unflatten(0, shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):
@@ -223,13 +222,13 @@ class UnitReduction:
         return replicas_RL[0]
 
     def detach(self) -> None:
-        """Let FSDP send zeros for unused parameters again."""
+        """Restore FSDP."""
         for unit in self._at_end:
             unit.take_unused(flag=True)
 
 
 def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
-    """Add a whole sum to its columns of a bucket [ranks, columns]: shard r of dimension 0 to row r."""
+    """Add a whole sum to a bucket [ranks, columns]: shard r of dimension 0 to row r."""
     full = total.shape[0] // rows_per_rank  # ranks with a full shard
     rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
     rest = total[full * rows_per_rank :]

@@ -39,7 +39,7 @@ class FSDP2Sharding(Sharding):
         self._parts = self._split()
         self._unit_of_module = {module: unit for unit in self.units for module in unit.modules}
         self.whole: dict[str, Tensor] = dict(self.parameters)
-        """Unsharded parameters, as last seen in forward; before, the sharded ones."""
+        """Unsharded parameters, as last seen in forward."""
         self._unsharded: dict[str, set[Tensor]] = {}
         self._seen: set[Tensor] = set()
         self.differentiated: Mapping[str, Tensor] = self.whole
@@ -47,7 +47,6 @@ class FSDP2Sharding(Sharding):
         self.communicator = self.data if self.parts is None else all_ranks(self.compute_device)
         self._data_group: dist.ProcessGroup | None = None
         self.data_shape: tuple[int, ...] = tuple(self.mesh.shape)
-        """The mesh of the data ranks."""
         if self.parts is not None and declared is not None:
             try:
                 self._slice(self.parts.terms)
@@ -115,7 +114,6 @@ class FSDP2Sharding(Sharding):
         return group
 
     def _refuse_mixed(self, unit: Unit) -> None:
-        """Raise the error of FSDP's first forward if dtypes are mixed."""
         complex_ones = [name for name in unit.names if self.parameters[name].is_complex()]
         if complex_ones and len(complex_ones) < len(unit.names):
             raise ConfigurationError(
@@ -134,15 +132,15 @@ class FSDP2Sharding(Sharding):
         return self.mesh.get_group() if self.mesh.ndim == 1 else self.mesh._flatten().get_group()
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
-        # FSDP swaps the attributes of a module during its forward.
+        # FSDP swaps a module's attributes during its forward.
         return self.parameters.get(name) is parameter or parameter in self._seen
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Unsharded parameter: several tensors, if modules share it since FSDP sharded each."""
+        """See Sharding: several tensors, if FSDP sharded a parameter in each module."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     def _accumulated(self, name: str, _: object = None) -> None:
-        # Called by autograd without a gradient, and by FSDP after it reduced a gradient of its own.
+        # Called by autograd without a gradient, and by FSDP after it reduced one.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(
                 f"{name}: FSDP reduced a gradient that is not clipped. It comes from a backward under "
@@ -157,12 +155,12 @@ class FSDP2Sharding(Sharding):
         return isinstance(module, FSDPModule)
 
     def unshard_module(self, module: nn.Module) -> None:
-        """Unshard the parameters of a unit."""
+        """See Sharding."""
         assert isinstance(module, FSDPModule)
         module.unshard()
 
     def unsharded_parameters(self, module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-        """Yield names and unsharded parameters of the unit of `module`."""
+        """Yield names and unsharded parameters of a unit."""
         unit = self._unit_of_module.get(module)
         for owner, attribute, name in unit.places if unit is not None else ():
             parameter = owner._parameters[attribute]
@@ -172,12 +170,12 @@ class FSDP2Sharding(Sharding):
                 self._unsharded.setdefault(name, set()).add(parameter)
                 self.guard.watch(name, parameter.requires_grad_())
             self.whole[name] = parameter
-            # FSDP makes it once, and ignores later changes of the sharded parameter's requires_grad.
+            # FSDP makes it once, and ignores the sharded parameter's later requires_grad.
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
 
     def _together(self) -> AbstractContextManager[Any]:
-        self.communicator.meet()  # in the forwards of a probe all ranks unshard together
+        self.communicator.meet()  # in a probe all ranks unshard together
         return nullcontext()
 
     def _isolated(self) -> AbstractContextManager[Any]:
@@ -192,22 +190,21 @@ class FSDP2Sharding(Sharding):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Mesh of the ranks with different shards."""
+        """Of the ranks with different shards."""
         return self._parts[self.shard_dim]
 
     @property
     def shard_group(self) -> dist.ProcessGroup:
-        """The data ranks with different shards."""
+        """Data ranks with different shards."""
         return self._data_group or self.shard_mesh.get_group()
 
     def replica_groups(self) -> Iterator[dist.ProcessGroup]:
-        """Yield the groups with equal shards (HSDP)."""
+        """Yield groups with equal shards (HSDP)."""
         for dim, part in enumerate(self._parts):
             if dim != self.shard_dim:
                 yield part.get_group()
 
     def _split(self) -> list[DeviceMesh]:
-        """Mesh of each dimension, made once: a slice of a mesh takes milliseconds."""
         if self.mesh.ndim == 1:
             return [self.mesh]
         names = self.mesh.mesh_dim_names
@@ -215,7 +212,7 @@ class FSDP2Sharding(Sharding):
         return [self.mesh[name] for name in names]
 
     def rows(self, name: str) -> int:
-        """Rows of a padded shard; the last ranks hold fewer, or none."""
+        """Rows of a padded shard; the last ranks hold fewer."""
         return -(-self._part_shape(name)[0] // self.shard_mesh.size())
 
     def _part_shape(self, name: str) -> torch.Size:
@@ -232,7 +229,7 @@ class FSDP2Sharding(Sharding):
         return self.parts.joined(name, whole) if self.parts is not None and self.parts.plain else whole
 
     def place(self, name: str) -> Place:
-        """Return where the shard lies in the flattened parameter."""
+        """See GradShards."""
         first = min(self._part_shape(name)[0], self.rows(name) * self.shard_mesh.get_local_rank())
         shape = self.parameters[name].shape
         if self.parts is None:
@@ -240,7 +237,7 @@ class FSDP2Sharding(Sharding):
         return self.parts.place(name, self.parts.whole_shape(name, shape) if self.parts.plain else shape, first)
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """Put this shard in `.grad`, as a DTensor."""
+        """See GradShards."""
         p = parameter
         assert isinstance(p, DTensor)
         parameter.grad = DTensor.from_local(
@@ -248,7 +245,7 @@ class FSDP2Sharding(Sharding):
         )
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """Sum of a scalar over different shards."""
+        """See Sharding."""
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_group)
         return x

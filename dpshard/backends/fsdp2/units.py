@@ -1,4 +1,4 @@
-"""The units and the mesh of an FSDP2 model."""
+"""Units and mesh of an FSDP2 model."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ class Unit:
 
     @property
     def module(self) -> FSDPModule:
-        """The module that FSDP has made the unit of."""
+        """The unit's FSDP module."""
         module = self.modules[0]
         assert isinstance(module, FSDPModule)
         return module
 
     def reduces(self) -> bool:
-        """Return True if this backward reduces gradients (`set_requires_gradient_sync`)."""
+        """Return True if this backward reduces gradients."""
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def take_unused(self, *, flag: bool) -> bool:
-        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return True if it did."""
+        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return the setting before."""
         groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
         before = any(group.reduce_scatter_unused_params for group in groups)
         for group in groups:
@@ -45,7 +45,7 @@ class Unit:
         return before
 
     def is_sharded(self) -> bool:
-        """Return True if no parameter is unsharded now."""
+        """Return True if no parameter is unsharded."""
         return all(group.is_sharded for group in _groups(self.modules[0]))
 
 
@@ -60,7 +60,7 @@ def mesh_of(
 ) -> tuple[DeviceMesh, int, dict[str, tuple[DeviceMesh, Any]]]:
     """Return FSDP's mesh, its dimension that shards, and tensor parallelism's mesh and placement by parameter.
 
-    HSDP replicates over the other dimension. Raises ConfigurationError for unsupported placements.
+    Raises ConfigurationError for unsupported placements.
     """
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
@@ -72,7 +72,7 @@ def mesh_of(
     placed = [p for unit in units for group in _groups(unit) for p in group.fsdp_params if _is_placed_by_fsdp(p)]
     refuse_foreign_placements(model, {id(p.sharded_param) for p in placed})
     trained = [p for p in placed if p.sharded_param.requires_grad] or placed
-    # Compare by value: without mesh=, each call of fully_shard makes its own mesh over all ranks.
+    # By value: without mesh=, each fully_shard makes its own mesh.
     meshes = {(p.mesh_info.mesh, p.mesh_info.shard_mesh_dim) for p in trained}
     if len(meshes) != 1:
         raise ConfigurationError("The parameters live on several device meshes; shard all units over one mesh.")
@@ -113,9 +113,9 @@ def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Return True if FSDP divides over every dimension of the parameter's mesh, but perhaps the last.
+    """Return True if FSDP divides over every dimension of the mesh, but perhaps the last.
 
-    Placements do not decide this: a norm of a tensor-parallel model has the placements of HSDP.
+    Placements do not show it: a norm of a tensor-parallel model has those of HSDP.
     """
     mesh, info = parameter.sharded_param.device_mesh, parameter.mesh_info
     own = {info.shard_mesh_dim, info.replicate_mesh_dim} - {None}
@@ -125,7 +125,7 @@ def _is_placed_by_fsdp(parameter: Any) -> bool:
 
 
 def units_of(model: nn.Module, names: Mapping[int, str]) -> Iterator[Unit]:
-    """Yield the FSDP units of a model, outermost first; a unit may have several modules."""
+    """Yield the FSDP units, outermost first."""
     modules: dict[int, list[nn.Module]] = {}
     for module in reversed(list(model.modules())):
         if isinstance(module, FSDPModule):
