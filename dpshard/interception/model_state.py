@@ -1,8 +1,6 @@
-"""The state of a model besides its parameters.
+"""The state of a model besides its parameters: a path for each buffer, attribute and content of objects.
 
-[Note: What a model may remember]
-State has a path through attributes, buffers and objects (held_objects.py), except those of frameworks. Verification
-sees the effect of globals on outputs.
+Verification sees the effect of globals on outputs.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def local(x: Any) -> Tensor:
 def placed_use(
     call: PlacedCall, output: Any, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build
 ) -> tuple[Use, tuple[Tensor, ...]]:
-    """Return the use of a call with a DTensor as output, and this rank's parts of the kept tensors."""
+    """Return the use of a call with DTensors, and this rank's parts of the kept tensors."""
     found = {_kind(call, output, x) for x in call.tensors if call.source(x) is not None}
     if len(found - {_PART, _WHOLE}) > 0 and found != {_TERM}:
         raise call.refuse(f"its parameters are placed in unlike ways; {_ADVICE}", advise=False)

@@ -3,8 +3,8 @@
 [Note: Underflow]
 In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number, and loses bits or is zero. A
 large factor may bring the loss back: rows of 1e-23 and columns of 1e19 make gradients of 1e-4. Clipping is sound for
-any data if no measured norm is below the true one. So every sum of squares or products includes what underflow may hide
-of it. The proof leaves out rounding, which numerics.RESOLUTION covers.
+any data if no measured norm is below the true one. So every sum of squares or products includes what underflow may
+hide. numerics.RESOLUTION covers rounding.
 
 1. *Sums.* A product that underflows is off by less than tiny, and so is each sum that takes it up. Three such errors a
    term are possible, as long sums are sums of sums, and inner products count twice. hidden(n) = 8 n tiny is above them.
@@ -16,16 +16,13 @@ of it. The proof leaves out rounding, which numerics.RESOLUTION covers.
    P, and likewise B + Q. By Schur's product theorem A * Q, P * B and P * Q are positive semidefinite. So the sums of
    their elements are not negative, and sum (A + P) * (B + Q) >= sum A * B. Underflow hides at most hidden(T^2) of the
    sum itself, which is added. The Gram matrix of windows is a sum of submatrices of that of pixels, so it inherits P.
-4. *Inner products* of gradients of several records hide at most hidden(n), which is added. Both factors are gradients,
-   so no large factor follows.
+4. *Inner products* of gradients hide at most hidden(n), which is added. No large factor follows.
 5. *Overflow.* A square above the largest number makes the norm infinite or NaN, and the sample counts as zero.
 6. *Clipped sums.* A row times its factor may be off by less than tiny. The columns that it meets are shorter than 2e19,
    or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T). A column of one
    element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels: flushing makes
    the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are summed
    themselves.
-
-No digit of ordinary norms changes: for numbers above 1e-10, `hidden` is below a rounding.
 """
 
 from __future__ import annotations

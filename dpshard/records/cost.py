@@ -7,8 +7,8 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
     instantiate       2TRC FLOPs, and writing and reading RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Gathering the windows of a convolution costs four times as much as a write and a read. For small images with many
-channels, the Gram matrix of all pixels gives that of windows.
+Gathering the windows of a convolution costs four times as much as a write and a read. For small images, the Gram matrix
+of pixels gives that of windows.
 
 The choice never depends on the clock, so a resumed run rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4,
 choose by memory: ghost where 2 T^2 <= R C.

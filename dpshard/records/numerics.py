@@ -73,7 +73,7 @@ def add_rows(values: Tensor, rows_N: Tensor, count: int) -> Tensor:
 def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Inner products [..., stop - start, stop] of the vectors [start, stop) of x [..., T, n] with the first `stop`.
 
-    The diagonal includes what underflow may hide; see [Note: Underflow].
+    The diagonal includes what underflow may hide.
     """
     T, n = x.shape[-2:]
     # A single sum over a vocabulary would round by more than the floor.
@@ -103,7 +103,7 @@ def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
 
     `scale` [B]: sum of the norms of the gradients in them. Rounding loses what cancels among inner products, but not in
     the clipped sum, so a sample could exceed the threshold. So no squared norm may be below the rounding of scale^2.
-    For T orthogonal gradients of equal norm, this raises norms from T = 8,192 in float32.
+    For orthogonal gradients of equal norm, this raises norms from T = 8,192 in float32.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())

@@ -65,7 +65,7 @@ class Source:
     exact: bool
     """True if equal labels mean equal functions of the parameters."""
     transpose_of: Source | None = None
-    """Records go to this matrix."""
+    """Its transpose is this source; records go there."""
     slice_of: tuple[Source, int] | None = None
     """Source with this as one element along dimension 0, and its index: an expert's weight."""
 

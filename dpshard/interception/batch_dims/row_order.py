@@ -1,7 +1,6 @@
 """The order of rows flattened into the batch: [B, k], [k, B], or [k / K, B, K] of units.
 
-Under the right order, the rows of the samples that both runs share are equal. An order is the number of adjacent rows,
-as in BatchAxis.
+Rows that both runs share are equal under the right order: the number of adjacent rows, as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ class Doubt:
     rows: CallKey | None = None
     """Key of the answer if a route may begin here."""
     silent: int | None = 0
-    """Where the tensor is this number, the call has no gradient: 0 of a factor, the padding_idx of a table."""
+    """The number in the tensor without a gradient: 0 of a factor, the padding_idx of a table."""
 
     def shows_in_gradients(self) -> bool:
         """Return True if verification shows the order."""
@@ -58,8 +57,8 @@ def settle(
 ) -> None:
     """Write the row order of flattened dimensions into `layout`.
 
-    Keys of `doubts` and `values`, the first run's tensors, are positions of calls. `sizes`: samples of the runs.
-    `verified`: gradients are compared later, so an open order may be that of the inputs.
+    Keys of `doubts` and `values`, the first run's tensors, are positions of calls. `verified`: gradients are compared
+    later, so an open order may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[Doubt] = []

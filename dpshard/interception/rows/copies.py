@@ -14,7 +14,7 @@ TOLERANCE = 0.25
 SMALL = 0.05
 """Share of the threshold that may be rounding."""
 NOTHING = 1e-6
-"""Share of the sample's norm that a mask, but no dropout, makes of a copy's."""
+"""Share of the sample's norm below which a copy was masked; dropout leaves more."""
 
 
 class Copies:

@@ -2,7 +2,7 @@
 
 [Note: When a doubt raises]
 A rank that raises by itself leaves the others in a collective, and reading a flag waits for the accelerator. So only a
-single process on a CPU raises at once; otherwise ranks share the flags at the release.
+single process on a CPU raises at once.
 """
 
 from __future__ import annotations

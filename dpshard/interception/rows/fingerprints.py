@@ -36,7 +36,7 @@ class Rows:
         return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
 
     def light(self) -> Rows:
-        """Return the rows without a large tensor."""
+        """Return the rows without a reference to a large tensor."""
         small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
         return self if small else Rows(self.sampled.clone(), 0, self.kind)
 
@@ -83,7 +83,7 @@ class Rows:
         return self.hash_B if rows_per_unit == 1 else mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
-        """Return True (bool []) if these rows are those of one of `others` in another order than in any, or None.
+        """Return True (bool []) if these rows are those of one of `others`, in another order than in any.
 
         The order within a unit does not count.
         """
@@ -126,8 +126,8 @@ class Seen:
     def reordered(self, inputs: list[Rows]) -> Tensor | None:
         """Return True (bool []) if `inputs` hold seen rows in another order; None if surely not.
 
-        Fewer than MANY different rows may match by chance. Then every input must be reordered, except inputs of equal
-        rows or single integers.
+        Fewer than MANY different rows may match by chance. Then every input must be reordered, except equal rows or
+        single integers.
         """
         moved = [rows.reorder(self._rows.get(rows.kind, []), self._rows_per_unit) for rows in inputs]
         found = [flag for flag in moved if flag is not None]

@@ -14,7 +14,7 @@ NARROW = 8
 
 
 def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
-    """Return True (bool []) if one of the first `samples` rows occurs more often in `x` than in `handed`, or None."""
+    """Return True (bool []) if one of the first `samples` rows occurs more often in `x` than in `handed`."""
     if x.tensor.dim() < 2 or not handed or any(x.tensor is y.tensor for y in handed):
         return None
     rows, *out = (y.sampled[:samples].flatten(1) for y in (x, *handed))
@@ -31,7 +31,7 @@ def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
 
 
 def transposed(x: Rows, handed: Tensor) -> Tensor | None:
-    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0; or None."""
+    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0."""
     if handed.dim() < 2 or handed.shape[0] != handed.shape[1] or handed.shape[0] < 2:
         return None
     rows = x.tensor.detach().movedim(x.dim, 0)

@@ -2,15 +2,8 @@
 
 [Note: Rows are samples by their number]
 On the tape that all forwards of a micro-batch share, row i is sample i, or padding. A loop that sorts, shuffles or
-replaces rows breaks this. The evidence:
-
-- rows of a unit are adjacent;
-- padding rows equal the last sample in every input, except for rounding and earlier dropout;
-- rows that were handed out, or that a forward got or returned, do not come again in another order;
-- a row that was handed out once does not come twice, and dimensions are not swapped (handed_out.py);
-- inputs that depend on earlier outputs were computed row by row (between_parts.py);
-- without random numbers, a copy's gradient has the norm of its sample's. With them, copies must not be the only rows
-  without a gradient.
+replaces rows breaks this. Rows of a unit must be adjacent, and padding rows equal the last sample in every input,
+except for rounding and earlier dropout. docs/architecture.md lists more evidence.
 """
 
 from __future__ import annotations

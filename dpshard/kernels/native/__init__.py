@@ -2,15 +2,15 @@
 
 [Note: Native code]
 
-- box_muller, release_, release_pieces_: normals from random words of OpenSSL's cipher, added to sums (normals.c).
-- checksums, norms_sq: a number for each of many tensors at once (sums.c).
-- add_digests_: a digest of the bits of sums under secret weights (digest.c).
-- floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2 (gram.c).
-- per_sample_gradients_: gradients of convolutions, or their norms, on the same processors (convolution.c).
-- normalization_gradients: per-sample gradients of weights and biases, float32 (normalization.c).
+- normals.c: box_muller, release_, release_pieces_: normals from OpenSSL's random words, added to sums.
+- sums.c: checksums, norms_sq: a number for each of many tensors at once.
+- digest.c: add_digests_: a digest of the bits of sums under secret weights.
+- gram.c: floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2.
+- convolution.c: per_sample_gradients_: gradients of convolutions, or their norms, on the same processors.
+- normalization.c: normalization_gradients: per-sample gradients of weights and biases, float32.
 
-The code runs on torch's threads; OpenMP's would spin for milliseconds after an operator. The compiler's calls of
-GOMP_parallel find the library that torch's build for Linux brings; without it the code uses one thread. The number of
+The code runs on torch's threads, which spin for milliseconds after an operator; others would compete for the cores.
+Compilers call GOMP_parallel, which torch's build for Linux brings; without it the code uses one thread. The number of
 threads changes no bit.
 
 A build changes only the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches it off.

@@ -62,8 +62,8 @@ def release_pieces_(
         parts: Contiguous tensors on the CPU, all float32 or all float64.
         pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half]. The
             elements of the flattened part from `first` on get those in [lo, end).
-        streams: Random words, int32 [3 or 4, half]: as many streams for every piece, one piece after another. The
-            noise is the sum of their normals, scaled to unit variance.
+        streams: Random words, int32 [3 or 4, half], as many streams for every piece, piece after piece. The noise is
+            the sum of their normals, scaled to unit variance.
         std: Standard deviation of the noise.
         divisor: Divisor of the sums.
         wide: Draw float64 noise, which float64 parts need.

@@ -1,8 +1,8 @@
 """Records in host memory until the norms are known.
 
 [Note: Offloaded records]
-Between its norm and its sum, a record leaves the GPU on a stream of its own, and returns on another. Six orders keep
-copies from memory that something else still uses:
+Between its norm and its sum, a record leaves the GPU on a stream of its own, and returns on another. Six waits of
+streams keep copies from memory that something else still uses:
 
     copy out      after  compute: the record is computed
     compute       after  copy out, before it takes the record's memory for something else
@@ -11,11 +11,11 @@ copies from memory that something else still uses:
     compute       after  copy in, before the sum reads the record, or the memory is freed unread
     next copy out after  copy in, before pinned memory is used again
 
-All are waits of streams for events. No use of `record_stream` leaves memory to the allocator, so peaks repeat.
+`record_stream` would let the allocator decide when memory is free; without it, peaks repeat.
 
-A missing wait would sum other records than those whose norms are known. So trial.py compares returned records at the
-first use of a GPU; if they differ, the CPU waits, too. And every record that returns is compared by a checksum of its
-bits. If one differs, its sum is 0 on the device, and no release follows.
+A missing wait would sum other records than the measured ones. So trial.py compares returned records at the first use of
+a GPU; if they differ, the CPU waits, too. A checksum compares every record that returns. If one differs, its sum is 0
+on the device, and no release follows.
 """
 
 from dpshard.records.offload.spill import RESERVE, Offload
