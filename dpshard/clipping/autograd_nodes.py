@@ -40,7 +40,7 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
 
 
 def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
-    """Return which edges the pass gives a gradient, perhaps not all; None in torch.autograd.grad of a leaf."""
+    """Return which edges the pass gives a gradient; None in torch.autograd.grad of a leaf."""
     reaches = torch._C._will_engine_execute_node
     try:
         return [node is not None and reaches(node) for node, _ in edges]
@@ -61,9 +61,9 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
     setattr(node.backward, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
-        skip = frames._FrameAction.SKIP  # for its code, and for what it calls
+        skip = frames._FrameAction.SKIP  # also for what it calls
         frames.set_code_exec_strategy(node.backward.__code__, frames._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):  # another torch has other private names
+    except (AttributeError, TypeError):  # another torch
         setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
     return node
 
@@ -84,7 +84,7 @@ class Anchor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
-        """Close the anchor, because every tap of these parameters has its gradients."""
+        """Close the anchor, after all its taps."""
         return (None, *ctx.close(_reached(ctx.next_functions)))
 
 
@@ -99,12 +99,12 @@ class Slot(torch.autograd.Function):
         """Make the dummies."""
         ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
-        with torch._C.DisableTorchFunction():  # function modes need not see each of several hundred
+        with torch._C.DisableTorchFunction():  # function modes need not see each
             return tuple([x.view_as(x) for x in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Pass the gradients of the dummies to `arrive`."""
+        """Hand the gradients over."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
@@ -117,8 +117,6 @@ def _blank(device: torch.device) -> Tensor | None:
 
 @left_out_of_graphs
 class _Hold(torch.autograd.Function):
-    """x -> x, saved for a later tap."""
-
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         ctx.save_for_backward(x)
@@ -136,7 +134,7 @@ def hold(x: Tensor) -> Tensor:
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
-    # Autocast casts `x` in the function. Without hooks on saved tensors nothing is repeated.
+    # Autocast casts `x`. Without hooks on saved tensors nothing is repeated.
     waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
     return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
@@ -148,11 +146,11 @@ def _node_of(x: Tensor) -> Any:
 
 
 Arrive = Callable[[Sequence[Tensor | None]], None]
-"""Takes the tensors kept for a use, and the output gradient."""
+"""Takes kept tensors, and the output gradient."""
 
 
 def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor], g: Tensor) -> None:
-    """Call `ctx.arrive`, unless the pass needs no gradient of a parameter."""
+    """Unless the pass needs no gradient of a parameter."""
     for node, _ in ends:
         if node is not None and torch._C._will_engine_execute_node(node):
             with in_full_precision(g.device):
@@ -182,20 +180,18 @@ class _Tap(torch.autograd.Function):
         return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
-# Function.apply in Python serves transforms of torch.func, which the mode leaves before a tap.
+# Function.apply in Python serves torch.func, which the mode leaves before a tap.
 _apply_tap: Any = getattr(super(torch.autograd.Function, _Tap), "apply")  # noqa: B009
 
 
 @left_out_of_graphs
 class _FusedTap(torch.autograd.Function):
-    """A function and its tap; autograd sees only its input."""
-
     @staticmethod
     def forward(ctx: Any, arrive: Arrive, run: Any, gradient: Any, operands: Any, input: Tensor, *_: Tensor) -> Tensor:
         ctx.arrive, ctx.gradient = arrive, gradient
         output, kept = run(_itself, input, *operands)
-        ctx.save_for_backward(operands[0].detach(), *kept)  # a parameter may get other data before backward
-        return output.data  # may be a view: a tap would make autograd copy gradients of the whole base
+        ctx.save_for_backward(operands[0].detach(), *kept)  # it may get other data before backward
+        return output.data  # a tap on a view would make autograd copy gradients of the base
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
@@ -215,7 +211,7 @@ _apply_fused_tap: Any = getattr(super(torch.autograd.Function, _FusedTap), "appl
 
 
 class _RegionTap(torch.autograd.Function):
-    """A tap in a compiled region; the last tensors are dummies, whose gradients are the kept tensors and g."""
+    """The last tensors are dummies, whose gradients are the kept tensors and g."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
@@ -256,7 +252,7 @@ def _kept(ctx: Any) -> list[Tensor]:
 def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive: Arrive | None) -> Tensor:
     """Return `output`; in backward, `arrive` gets `keep` and the output gradient.
 
-    `ends`: tokens of the anchors, or dummies in a compiled region, where `arrive` is None.
+    `ends`: tokens, or dummies in a compiled region, where `arrive` is None.
     """
     nodes = tuple([_node_of(x) for x in keep])
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
@@ -278,7 +274,7 @@ def fused_tap(
     ends: Sequence[Tensor],
     arrive: Arrive,
 ) -> Tensor:
-    """Output of a planned function, tapped. `operands`: weight and bias, both parameters."""
+    """Output of a planned function, tapped. `operands`: weight and bias."""
     return _apply_fused_tap(arrive, run, gradient, operands, input, *ends)
 
 
@@ -288,5 +284,5 @@ def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def _dummy_dtype(x: Tensor) -> torch.dtype:
-    """Dtype in which `x` travels as a gradient; integers are exact in float64."""
+    """Integers are exact in float64."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

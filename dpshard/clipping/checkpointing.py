@@ -1,7 +1,7 @@
 """Selective activation checkpointing.
 
-[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output. So both
-must run the same operators. A token serves several uses, so `unseen()` hides its operators.
+[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output, so both
+must run the same operators. Tokens serve several uses: `unseen()` hides their operators.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def unseen() -> Iterator[None]:
 
 
 class KeptOutputs:
-    """Outputs kept in one forward, which checkpointing returns once; two passes need each twice."""
+    """Outputs kept in one forward, and returned once; two passes need each twice."""
 
     def __init__(self) -> None:
         self._storages: dict[int, dict[Any, Any]] = {}
@@ -59,7 +59,7 @@ class KeptOutputs:
 
     @contextmanager
     def handed_out_again(self) -> Iterator[None]:
-        """Return a block after which consumed outputs are available again."""
+        """Return a block after which consumed outputs return."""
         storages = list(self._storages.values())
         self._storages.clear()
         before = [pytree.tree_map_only(checkpoint._VersionWrapper, _alias, dict(storage)) for storage in storages]
@@ -69,7 +69,6 @@ class KeptOutputs:
 
 
 def _alias(output: Any) -> Any:
-    """Copy an output without its graph."""
     alias = copy.copy(output)
     if isinstance(alias.val, torch.Tensor):
         alias.val = alias.val.detach()

@@ -21,21 +21,20 @@ class Closer:
     def __init__(self, scheme: Scheme, is_padding_B: Tensor | None, loss_scale: float) -> None:
         self._scheme, self._is_padding_B, self._loss_scale = scheme, is_padding_B, loss_scale
         self._scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        # Multiplying by 0 for padding is safe because clip coefficients are finite.
+        # 0 times a coefficient is 0, because coefficients are finite.
         self.groups: dict[int, GroupTape] = {}
-        """Groups that forward used, by number."""
         self.closed: set[int] = set()
-        """Groups with coefficients, in one pass; they take no more records."""
-        self._stacks: dict[int, Stacks] = {}  # uses that wait for others, by anchor
-        self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait for others, by anchor
-        self._streams: dict[int, set[object]] = {}  # of arrivals at shared anchors, on an accelerator
+        """Groups with coefficients, which take no more records."""
+        self._stacks: dict[int, Stacks] = {}  # uses that wait, by anchor
+        self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait, by anchor
+        self._streams: dict[int, set[object]] = {}  # of arrivals at shared anchors
         self._sums: dict[str, Tensor] = {}
-        self._spanning: dict[int, Measured] = {}  # wait for norms of other ranks
+        self._spanning: dict[int, Measured] = {}  # until other ranks' norms arrive
 
     # --- records arrive
 
     def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Return True if uses of one row wait for others; see [Note: Uses with equal recipes]."""
+        """Return True if uses of one row wait; see [Note: Uses with equal recipes]."""
         scheme = self._scheme
         if not scheme.joining:
             return False
@@ -71,12 +70,12 @@ class Closer:
         return True
 
     def close_complete(self, names: Sequence[str]) -> None:
-        """Close groups of these parameters that are complete; see [Note: Shared anchors]."""
+        """Close these parameters' groups, if complete; see [Note: Shared anchors]."""
         if self._scheme.shared:
             self._close_complete({self._scheme.group_of[name].index for name in names}, most=self._scheme.complete)
 
     def _close_complete(self, indices: Collection[int], *, most: int) -> None:
-        """Close complete groups, once records of an anchor's complete groups have over `most` bytes."""
+        """Close complete groups, once those of an anchor have over `most` bytes."""
         ready: dict[int, list[int]] = {}
         for index in sorted(indices):
             anchor, group = self._scheme.shared.get(index), self.groups.get(index)
@@ -101,7 +100,7 @@ class Closer:
             self.groups[index].sum_all()
 
     def note_streams(self, anchors: Sequence[int]) -> None:
-        """Note the stream of an arrival: other streams' arrivals may not be complete yet."""
+        """Note an arrival's stream: other streams' arrivals may be incomplete."""
         for anchor in anchors:
             if anchor in self._scheme.gpus:
                 self._streams.setdefault(anchor, set()).add(torch.cuda.current_stream(self._scheme.gpus[anchor]))
@@ -113,7 +112,7 @@ class Closer:
     # --- groups close
 
     def close(self, anchor: int) -> None:
-        """Close the groups of an anchor that have records."""
+        """Close an anchor's groups with records."""
         stacks = self._stacks_of(anchor, None)
         self._streams.pop(anchor, None)
         self._complete.pop(anchor, None)
@@ -128,7 +127,7 @@ class Closer:
             self._clip(measured)
 
     def end_norms(self) -> None:
-        """End the first of two passes."""
+        """End the first pass."""
         for index, group in self.groups.items():
             measured = self._measure([index], [], keep=False)
             if measured is not None:
@@ -166,7 +165,7 @@ class Closer:
             scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
 
     def _stacks_of(self, anchor: int, indices: Sequence[int] | None) -> list[Stack]:
-        """Stacks of groups; pass uses without a stack to their groups."""
+        """Return the stacks of groups; pass other uses to their groups."""
         if anchor not in self._stacks:
             return []
         stacks, alone = self._stacks[anchor].take(indices)
@@ -177,14 +176,14 @@ class Closer:
                 group.measure(source.label, keep=True, closing=True)
         return stacks
 
-    # --- groups with parameters on other stages
+    # --- groups that span stages
 
     def own_norm_sq_B(self, index: int) -> Tensor | None:
-        """Return this rank's squared norms [B] of a spanning group, if any."""
+        """Return this rank's squared norms [B] of a spanning group."""
         return self._spanning[index].norm_sq_MB[0] if index in self._spanning else None
 
     def clip_spanning(self, index: int, norm_sq_B: Tensor) -> None:
-        """Fix the coefficients of a spanning group, from the squared norms [B] of all ranks."""
+        """Fix a spanning group's coefficients, from its squared norms [B]."""
         self._clip(replace(self._spanning.pop(index), norm_sq_MB=norm_sq_B[None]))
 
     def take(self, name: str) -> Tensor | None:

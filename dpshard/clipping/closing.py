@@ -20,11 +20,11 @@ _MOST_KEPT = 1024
 
 
 class Pass(Enum):
-    """The purpose of a backward pass through a tape."""
+    """What a backward pass is for."""
 
-    BOOK_KEEPING = auto()  # one pass: keep records until their group closes
-    NORMS = auto()  # first of two: measure records and drop them
-    SUMS = auto()  # second of two: sum records at once
+    BOOK_KEEPING = auto()  # one pass: keep records
+    NORMS = auto()  # of two: measure records
+    SUMS = auto()  # of two: sum records
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,15 +33,15 @@ class Measured:
 
     indices: Sequence[int]
     own: Sequence[int]
-    """Places in `indices` of the groups with records beside stacks."""
+    """Places in `indices` with records beside stacks."""
     stacks: Sequence[Stack]
     rows: Sequence[Sequence[int]]
-    """Places in `indices` of the groups of each stack's parameters."""
+    """Places in `indices` of each stack's parameters."""
     norm_sq_MB: Tensor
     scale_B: Tensor | float
 
     def copy_records(self, groups: Mapping[int, GroupTape]) -> None:
-        """Copy records that wait for other ranks: schedules receive the next activations where these were."""
+        """Copy records that wait: schedules receive the next activations where these were."""
         memory = OwnMemory()
         for m in self.own:
             groups[self.indices[m]].copy_records(memory)
@@ -51,16 +51,16 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Clipped:
-    """Norms and coefficients of M groups, by row."""
+    """Norms and coefficients of M groups."""
 
     norm_MB: Tensor
     sum_weight_MB: Tensor
-    """Clip coefficients times `Tape.scale_B`: factors of recorded gradients."""
+    """Clip coefficients times `Tape.scale_B`."""
     nonfinite_MB: Tensor | None
     """Samples of weight 0; None if all norms are finite."""
 
     def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Clipped sums of a stack, whose groups are `rows`."""
+        """Clipped sums of a stack, of the groups `rows`."""
         if len(self.norm_MB) == 1:
             shape = len(rows), self.norm_MB.shape[1]
             nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
@@ -73,7 +73,7 @@ class Clipped:
 def squared_norms(
     groups: int, own: Mapping[int, Sequence[Tensor]], stacked: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Tensor | None:
-    """Squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B]; None without any.
+    """Squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B].
 
     `stacked`: the group of each row, and the rows.
     """
@@ -101,11 +101,11 @@ def clip(
     loss_scale: float,
     scale_B: Tensor | float,
 ) -> Clipped:
-    """Return norms and coefficients; `loss_scale`, `scale_B`: see Tape."""
+    """Return norms and coefficients."""
     norm_MB = elementwise(lambda xp, norm_sq_MB: xp.sqrt(norm_sq_MB) * loss_scale, norm_sq_MB)
     clip_coef_MB = factors(function, norm_MB, thresholds)
     sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
-    # A test for non-finite norms would synchronise with an accelerator, so mask there always.
+    # A test would synchronise with an accelerator, so mask there always.
     return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else sum_weight_MB == 0)
 
 
@@ -133,14 +133,14 @@ class HasSums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClippedSums:
-    """The clipped sums of one anchor's parameters, over all samples of a backward pass."""
+    """The clipped sums of one anchor, over all samples."""
 
     names: Sequence[str]
     tapes: Sequence[HasSums]
     handed_out: bool
-    """True if the pass would return a sum, instead of filling `.grad`."""
+    """True if the pass would return a sum."""
     left_out: frozenset[str] = frozenset()
-    """Parameters without a gradient in this pass."""
+    """Parameters without a gradient here."""
 
     @classmethod
     def to(cls, names: Sequence[str], tapes: Sequence[HasSums], reached: Sequence[bool] | None) -> ClippedSums:
@@ -150,7 +150,7 @@ class ClippedSums:
         return cls(names, tapes, False, frozenset(n for n, there in zip(names, reached, strict=True) if not there))
 
     def take(self, name: str) -> Tensor | None:
-        """Compute the clipped sum of a parameter, once, and free its records."""
+        """Return a clipped sum, once, and free its records."""
         if name in self.left_out:
             return None
         if len(self.tapes) == 1:

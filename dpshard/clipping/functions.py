@@ -22,21 +22,20 @@ class ClippingFunction(Protocol):
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """Return factors [B] for norms [B] (float32 or float64).
 
-        Guarantee: factor >= 0 and factor * norm <= threshold for every float, as real numbers; 0 for a NaN or infinite
-        norm.
+        Guarantee: factor >= 0 and factor * norm <= threshold, as real numbers; 0 for a NaN or infinite norm.
         """
         ...
 
 
 def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
-    """Lower `clip_coef_B` to the guarantee of ClippingFunction. `xp`: numpy or torch."""
+    """Enforce the guarantee of ClippingFunction. `xp`: numpy or torch."""
     bounded_B = xp.minimum(clip_coef_B, _largest(xp, norm_B, threshold))
     return xp.fmax(bounded_B, constant(xp, 0, norm_B))  # 0 for NaN
 
 
 def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
-    """Largest factors that surely scale norms to at most `threshold`; >= 0, or NaN."""
-    # Records measure no norm below `tiny`; it keeps 0 and -0.0 out of the divisor.
+    """Largest factors that surely scale norms to `threshold`; >= 0, or NaN."""
+    # Records measure no norm below `tiny`; it keeps 0 and -0.0 out.
     tiny = constant(xp, float(xp.finfo(norm_B.dtype).tiny), norm_B)
     return _quotient(xp, threshold, xp.maximum(norm_B, tiny))
 
@@ -44,8 +43,8 @@ def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
 def _quotient(xp: Any, threshold: float, divisor_B: Any) -> Any:
     """Lower bound of threshold / divisor, as real numbers, for divisors > 0; >= 0, or NaN."""
     quotient_B = constant(xp, _at_most(threshold, divisor_B.dtype), divisor_B) / divisor_B
-    # Division rounds by at most half a step, so one step towards zero gives a lower bound (0 for an infinite norm).
-    # zeros_like: nextafter takes no CPU scalar on another device.
+    # Division rounds by at most half a step, so one step towards zero gives a lower bound. zeros_like: nextafter takes
+    # no CPU scalar on another device.
     return xp.nextafter(quotient_B, xp.zeros_like(quotient_B))
 
 
@@ -54,8 +53,8 @@ def _at_most(x: float, dtype: Any) -> float:
     """Largest number of `dtype` (float32, float64) not above `x` > 0."""
     if dtype.itemsize == 8:
         return x
-    # numpy, because under a fake mode the cache would keep a fake tensor.
-    with np.errstate(over="ignore"):  # overflow: `nearest` becomes the largest float32
+    # numpy: the cache must keep no fake tensor.
+    with np.errstate(over="ignore"):  # overflow gives the largest float32
         nearest = np.float32(x)
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
 
@@ -65,7 +64,7 @@ class AutomaticClipping:
     """C = R / (|g| + stability): no threshold to tune; Bu et al. 2022, arXiv:2206.07136."""
 
     stability: float = 0.01
-    """Added to the norm; > 0. Keeps small gradients small."""
+    """Added to the norm; > 0."""
 
     def __post_init__(self) -> None:
         require_positive("stability", self.stability)
@@ -146,7 +145,7 @@ def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[fl
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
     """Clipping function of a name, or a `factor` method's with the guarantee enforced.
 
-    Raises ConfigurationError for anything else, or without a repr, which checkpoints need.
+    Raises ConfigurationError for anything else, or without a repr.
     """
     if isinstance(clipping_fn, str):
         if clipping_fn not in _FUNCTIONS:

@@ -34,16 +34,15 @@ from dpshard.rules.derived import pull_back, pull_back_per_sample
 
 @dataclass(frozen=True)
 class Roots:
-    """The trainable parameters under sources, by name."""
+    """The trainable parameters, by name."""
 
     shapes: Mapping[str, Sequence[int]]
-    """Shapes of the parameters in forward: whole, or this rank's parts."""
+    """In forward: whole, or this rank's parts."""
     anchored: Mapping[str, Tensor]
     """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
-    """Parameters as forward sees them; sharded ones are whole only while in use."""
+    """As forward sees them; sharded ones are whole only while in use."""
     parts: Parts | None = None
-    """The ranks that hold parts of the model, if any."""
 
     def source(self, name: str) -> Source:
         """Return a parameter as a source."""
@@ -61,7 +60,7 @@ def _is_same(source: Source, other: Source) -> bool:
 
 
 class GroupTape:
-    """The records of one clipping group for one tape."""
+    """The records of one group on one tape."""
 
     def __init__(
         self,
@@ -74,18 +73,18 @@ class GroupTape:
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Records by parameter, not summed yet."""
-        self._versions: dict[str, list[int]] = {}  # foreign code may write the tensors that wait
+        self._versions: dict[str, list[int]] = {}  # foreign code may write what waits
         self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
-        """Small single records of parameters, joined at the end."""
+        """Small single records, joined at the end."""
         self.sum_weight_B: Tensor | None = None
-        """Factors [B] of recorded gradients; None until the norms are known."""
+        """Factors [B] of recorded gradients, once the norms are there."""
         self._expected: dict[str, int] = {}  # uses in forward, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
         self.missing = 0
         """Uses without a gradient yet."""
         self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
-        self._whole_sq: list[Tensor] = []  # of parameters that are whole on each rank, if others have parts
+        self._whole_sq: list[Tensor] = []  # of whole parameters beside parts
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm
         self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
@@ -94,17 +93,17 @@ class GroupTape:
     # --- uses
 
     def expect(self, names: Iterable[str]) -> None:
-        """Count a use of each parameter in forward."""
+        """Count a use of each parameter."""
         for name in names:
             self._expected[name] = self._expected.get(name, 0) + 1
             self.missing += 1
 
     def is_only_use(self, name: str) -> bool:
-        """Return True for a single use without a gradient yet."""
+        """Return True for a single use without a gradient."""
         return self._expected[name] == 1 and name not in self._arrived
 
     def arrive_first(self, name: str) -> None:
-        """Count the only gradient of a parameter."""
+        """Count the only gradient."""
         self._arrived[name] = 1
         self.missing -= 1
 
@@ -124,7 +123,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use with gradients; return True for a parameter's last."""
+        """Count a use with gradients; return True for the last."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(
@@ -179,7 +178,7 @@ class GroupTape:
         return parts is not None and parts.is_termwise(name)
 
     def _slice(self, name: str, entries: list[tuple[Source, Record]]) -> Record:
-        """Return a record of this rank's slice of the ranks' sum; all ranks meet here."""
+        """All ranks meet here."""
         assert self.roots.parts is not None
         first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
         return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
@@ -187,7 +186,7 @@ class GroupTape:
     def squares(self, *, keep: bool) -> list[Tensor]:
         """Measure the rest, and return squared norms [B] to add up."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
-            self.measure(name, keep=keep, closing=True)  # backward reached no use in some branch
+            self.measure(name, keep=keep, closing=True)  # some branch had no backward
         small, self.small = self.small, {}
         for name, record in small.items():
             self._require_unwritten(name, [record], measured=False)
@@ -212,7 +211,7 @@ class GroupTape:
                 self._bundles.append(replace(bundle, record=kept[0]))
 
     def _complete(self, parts: Parts) -> None:
-        """Add the squares of other ranks' parts; all ranks meet here, in one order of groups."""
+        """All ranks meet here, in one order of groups."""
         cut, whole = self._norm_sq, self._whole_sq
         if cut or whole:
             none_B = torch.zeros_like((cut or whole)[0])
@@ -220,7 +219,6 @@ class GroupTape:
             self._whole_sq = []
 
     def _require_unwritten(self, name: str, records: Iterable[Record], *, measured: bool = True) -> None:
-        """Raise LogicalBatchError unless the tensors of records are as they were."""
         before = self._versions.pop(name, None)
         if before is not None and before != [versions(record) for record in records]:
             raise changed(name, measured=measured)
@@ -234,7 +232,7 @@ class GroupTape:
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
 
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the clip coefficients times `Tape.scale_B`, and the mask of samples without a finite norm."""
+        """Set the coefficients times `Tape.scale_B`, and the mask of samples without a finite norm."""
         self.sum_weight_B, self._nonfinite_B = sum_weight_B, nonfinite_B
         if self._offload is not None:
             self._offload.expect([waiting for entries in self._waiting.values() for _, waiting in entries])
@@ -266,7 +264,7 @@ class GroupTape:
         return parts.select_own(weight_B), None if nonfinite_B is None else parts.select_own(nonfinite_B)
 
     def sum(self, name: str) -> None:
-        """Add the clipped sum of a parameter's records, and drop them."""
+        """Sum a parameter's records, and drop them."""
         entries, waiting = self.entries.pop(name, []), self._waiting.pop(name, [])
         if self.sum_weight_B is None:
             return
@@ -296,10 +294,7 @@ class GroupTape:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
-        """Clipped sum of a parameter, once, and free its records; None without a gradient.
-
-        Terms of a sum over ranks give this rank's slice.
-        """
+        """Clipped sum of a parameter, once; this rank's slice, if its records are terms."""
         if name in self.entries or name in self._waiting:
             self.sum(name)
         self._sum_bundles()

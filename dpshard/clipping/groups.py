@@ -18,32 +18,32 @@ STYLES: tuple[str, ...] = get_args(ClippingStyle)
 
 @dataclass(frozen=True, slots=True)
 class ClippingGroup:
-    """Parameters that are clipped by a common norm."""
+    """Parameters with a common norm."""
 
     index: int
     label: str
     """Module path, parameter name, or "all-layer"."""
     names: tuple[str, ...]
-    """Trainable parameters, in the order of `named_parameters()`."""
+    """In the order of `named_parameters()`."""
     threshold: float
-    """R_m: largest norm of one sample's contribution to the group's sum."""
+    """R_m: largest norm of one sample's contribution."""
 
 
 def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """Return sqrt(sum R_m^2): L2 sensitivity of the concatenated clipped sums to one sample."""
+    """Return sqrt(sum R_m^2): L2 sensitivity of the clipped sums to one sample."""
     return math.sqrt(sum(group.threshold**2 for group in groups))
 
 
 def partition(
     model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Clipping groups of `style` over the `trainable` parameters."""
+    """Return the groups of `style` over the `trainable` parameters."""
     groups = labelled(model, style, trainable)
     return form_groups(groups, trainable=trainable, max_grad_norm=max_grad_norm)
 
 
 def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str]) -> dict[str, list[str]]:
-    """Parameter names of each clipping group, by its label.
+    """Parameter names of each clipping group, by label.
 
     "layer-wise": by the module that owns the parameter first. "block-wise": by the outermost element of a ModuleList, a
     Sequential, or a ModuleDict of one class; others form one group. Raises ConfigurationError for an unknown style.
@@ -69,7 +69,7 @@ def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: 
 def form_groups(
     partition: Mapping[str, Sequence[str]], *, trainable: Sequence[str], max_grad_norm: float
 ) -> tuple[ClippingGroup, ...]:
-    """Return groups with thresholds max_grad_norm / sqrt(M) from label -> parameter names.
+    """Return groups with thresholds max_grad_norm / sqrt(M).
 
     Raises ConfigurationError unless every trainable parameter is in exactly one group.
     """

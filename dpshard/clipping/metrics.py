@@ -17,7 +17,7 @@ FIGURES = (
     "sum of norms",
     "largest norm",
 )
-"""Of one group in one micro-batch: sums over samples, and a maximum at the end."""
+"""Of one group in one micro-batch: sums over samples, and a maximum."""
 
 
 class BatchMetrics:
@@ -25,21 +25,20 @@ class BatchMetrics:
 
     def __init__(self) -> None:
         self.samples = 0
-        """Samples of the logical batch, if known, also without a backward."""
+        """Samples of the logical batch, if known."""
         self._groups: dict[str, list[Tensor]] = {}
         self._fresh: dict[str, tuple[float, Tensor, Tensor | None]] = {}  # threshold, norms, padding by group
         self._signal: Tensor | None = None
         self._noise = 0.0
-        self._losses: list[Tensor] = []  # sum over rows and number of rows, [2] per micro-batch
+        self._losses: list[Tensor] = []  # sum and number of rows, [2] per micro-batch
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Add the norms [B] of one group in one micro-batch."""
+        """Add the norms [B] of one group."""
         if group.label in self._fresh:
             self._take_stock()  # this is the next micro-batch
         self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)
 
     def _take_stock(self) -> None:
-        """Reduce the norms of a micro-batch to FIGURES."""
         alike: dict[Any, list[str]] = {}
         for label, (threshold, norm_B, is_padding_B) in self._fresh.items():
             alike.setdefault((threshold, norm_B.shape, norm_B.device, id(is_padding_B)), []).append(label)
@@ -71,21 +70,18 @@ class BatchMetrics:
             rows = torch.ones_like(loss) if is_padding_B is None else (~is_padding_B).sum()
             total = torch.where(rows > 0, loss.double() * rows, 0)  # without samples the loss may be NaN
         else:
-            counted_B = loss.isfinite()  # clipping drops and counts the other samples
+            counted_B = loss.isfinite()  # clipping drops the others
             if is_padding_B is not None:
                 counted_B &= ~is_padding_B
             rows, total = counted_B.sum(), torch.where(counted_B, loss.double(), 0).sum()
         self._losses.append(torch.stack([total, rows.double()]))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Set the norms of the clipped sum and (expected) of its noise, before division."""
+        """Set the norms of the clipped sum and (expected) of its noise."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by those of all ranks; `stack` gathers their vectors as rows.
-
-        Every rank must pass all labels in one order.
-        """
+        """Replace the figures by those of all ranks, in one order of `labels`; `stack` gathers vectors as rows."""
         groups_MF = self._totals(labels)
         seen_M1 = groups_MF.new_ones(len(labels), 1)
         for i, label in enumerate(labels):
@@ -115,10 +111,10 @@ class BatchMetrics:
         return torch.stack(parts).sum(0) if parts else torch.zeros(2, dtype=torch.float64, device=device)
 
     def unclipped_excess(self, labels: Sequence[str]) -> Tensor:
-        """Return (#unclipped - #clipped) / 2 for each group of `labels`, float64 [M] on the CPU.
+        """Return (#unclipped - #clipped) / 2 for each group, float64 [M] on the CPU.
 
-        A sample without a finite gradient in the group counts as unclipped. So one sample changes each entry by 1/2,
-        even if others decide whether a group runs.
+        A sample without a finite gradient counts as unclipped. So one sample changes each entry by 1/2, even if others
+        decide whether a group runs.
         """
         return self.samples / 2 - self._totals(labels)[:, 2].cpu()
 

@@ -13,14 +13,14 @@ HALFWAY = "its backward failed half-way"
 
 
 class OwedBackwards:
-    """The forwards on one tape's samples."""
+    """Forwards on one tape's samples."""
 
     def __init__(self) -> None:
         self.count = 0
         self._owed: set[int] = set()  # forwards without a backward
         self._used: set[int] = set()  # with a trainable parameter
         self._trained: set[int] = set()  # with records
-        self._reached: dict[int, bool] = {}  # in the running backward: whether with records
+        self._reached: dict[int, bool] = {}  # in the running backward
         self._backward = -1
 
     def begin(self) -> None:
@@ -29,7 +29,7 @@ class OwedBackwards:
         self._owed.add(self.count)
 
     def use(self) -> int:
-        """Note that the latest forward uses a trainable parameter, and return its number."""
+        """Note that the latest forward uses a trainable parameter."""
         self._used.add(self.count)
         return self.count
 
@@ -38,7 +38,7 @@ class OwedBackwards:
         if self.count not in self._used:
             self._owed.discard(self.count)
             return
-        # A backward to the inputs only (adversarial examples) brings no records.
+        # A backward to the inputs only brings no records.
         passes = functools.partial(self._pass, self.count)
         for x in outputs:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -48,7 +48,7 @@ class OwedBackwards:
         self.reach(forward, trained=False)
 
     def reach(self, forward: int, *, trained: bool) -> None:
-        """Note that the running backward reaches a forward, `trained` with records."""
+        """Note that the running backward reaches a forward."""
         number = torch._C._current_graph_task_id()
         if number != self._backward:
             self._backward = number
@@ -64,11 +64,11 @@ class OwedBackwards:
 
     @property
     def untrained(self) -> bool:
-        """True if forwards used parameters, and no complete backward brought records."""
+        """True if forwards used parameters, and no backward brought records."""
         return not self._trained and bool(self._owed or self._used)
 
     def unfinished(self, *, inputs_suffice: bool) -> str | None:
-        """Return why the micro-batch is incomplete, or None."""
+        """Return why the micro-batch is incomplete."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

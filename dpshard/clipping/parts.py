@@ -23,15 +23,12 @@ class Parts(Protocol):
     def of_samples(self) -> bool:
         """True if each rank has B samples of its own, whose rows meet parts on all ranks.
 
-        Records of a part are of all ranks' W * B samples, others of the rank's own.
+        Records of a part are of all ranks' W * B samples. If not, the next three methods return their argument.
         """
         ...
 
     def pad_to_all(self, x_B: Tensor) -> Tensor:
-        """Return [W * B] numbers: `x_B` for the rank's own samples, else 0.
-
-        These methods return their argument if not `of_samples`.
-        """
+        """Return [W * B] numbers: `x_B` for the rank's own samples, else 0."""
         ...
 
     def select_own(self, x_B: Tensor) -> Tensor:
@@ -43,10 +40,7 @@ class Parts(Protocol):
         ...
 
     def meet(self, group: int) -> None:
-        """Raise LogicalBatchError if other ranks clip another group now; called before a group's norms.
-
-        Ranks may run different groups: experts without rows, branches.
-        """
+        """Raise LogicalBatchError if other ranks clip another group now (experts without rows, branches)."""
         ...
 
     def is_cut(self, name: str) -> bool:
@@ -54,19 +48,19 @@ class Parts(Protocol):
         ...
 
     def is_termwise(self, name: str) -> bool:
-        """Return True if every record of this parameter is a term of a sum over ranks."""
+        """Return True if its records are terms of a sum over ranks."""
         ...
 
     def adds_squares(self, name: str) -> bool:
-        """Return True if squares add up over the ranks: of parts, and of slices."""
+        """Return True if squares add up over the ranks."""
         ...
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """Squared norms [B], bitwise equal on all ranks, from those of this rank's parts and of wholes."""
+        """Squared norms [B], bitwise equal on all ranks, from this rank's parts and wholes."""
         ...
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
-        """Squared norms [X] of sums over all terms, bitwise equal on all ranks."""
+        """Squared norms [X] of sums over terms, bitwise equal on all ranks."""
         ...
 
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
@@ -74,14 +68,14 @@ class Parts(Protocol):
         ...
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
-        """Return a whole sum, joined from slices if need be; all ranks call it."""
+        """Return a whole sum, perhaps from slices; all ranks call it."""
         ...
 
     def summed(self, x: Tensor) -> Tensor:
-        """Sum of terms under SequenceParallel, bitwise equal on all ranks."""
+        """Sum of terms, bitwise equal on all ranks."""
         ...
 
     @property
     def terms(self) -> Parts:
-        """The ranks with a term each (see crossed_parts.py)."""
+        """The ranks with a term each."""
         ...

@@ -18,21 +18,20 @@ from dpshard.clipping.uses import Use
 from dpshard.rules.call import Recipe, Source
 
 Asked = Sequence[tuple[Use, tuple[Tensor, ...]]]
-"""Uses in order, each with its templates."""
+"""Uses with their templates."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Uses of a region that share dummies."""
+    """Uses that share dummies."""
 
     uses: tuple[Use, ...]
     templates: tuple[Tensor, ...]
     """Of all uses, joined along the samples."""
     dim: int = 0
-    """Dimension of the samples, if uses are several."""
 
     def cut(self, x: Tensor | None) -> Sequence[Tensor | None]:
-        """Parts of a joined tensor, one a use."""
+        """Parts, one a use."""
         n = len(self.uses)
         return [x] * n if x is None or n == 1 else x.chunk(n, self.dim)
 
@@ -51,7 +50,7 @@ def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
 
 
 def form_rows(asked: Asked, places: Sequence[Sequence[int]]) -> list[Row]:
-    """Rows of uses at these places."""
+    """Return the rows of uses at these places."""
     rows = []
     for some in places:
         use, templates = asked[some[0]]
@@ -69,17 +68,17 @@ def _joined(templates: tuple[Tensor, ...], dim: int, n: int) -> tuple[Tensor, ..
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """Facts of a region's uses that no call changes."""
+    """Facts that no call changes."""
 
     rows: Sequence[Row]
     names: dict[int, list[str]]
-    """Root parameters of every use, by group."""
+    """By group."""
     places: tuple[slice, ...]
-    """Places of each row's gradients among the region's."""
+    """Of each row's gradients."""
     anchors: list[int]
 
     def fits(self, rows: Sequence[Row]) -> bool:
-        """Return True if the plan was made for these rows."""
+        """Return True for these rows."""
         return len(rows) == len(self.rows) and all(
             row.uses == own.uses for row, own in zip(rows, self.rows, strict=True)
         )

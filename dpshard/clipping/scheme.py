@@ -29,17 +29,17 @@ from dpshard.records import accum_dtype
 from dpshard.rules.call import Source
 
 WAITING = {"cpu": 2**25, "cuda": 2**27}
-"""Bytes of clipped sums, and of small records, that may wait for a shared anchor."""
+"""Bytes of clipped sums, and of small records, that may wait."""
 
 COMPLETE = {"cpu": 0, "cuda": 2**27}
-"""Bytes of complete groups' records that may wait for a shared anchor."""
+"""Bytes of complete groups' records that may wait."""
 
 
 class Sink(Protocol):
-    """Receives the results of a backward pass."""
+    """Receives a backward's results."""
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """Take the complete norms [B] of a group on one tape."""
+        """Take a group's norms [B] on one tape."""
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
@@ -48,7 +48,7 @@ class Sink(Protocol):
 
 
 class Scheme:
-    """The clipping groups of one model, and their anchors."""
+    """Clipping groups of one model, and their anchors."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scheme:
         """Choose the anchors; one if all records arrive `at_once`."""
         self.roots, self.function, self.execution, self.sink = roots, function, execution, sink
         self.spanning = spanning
-        """Numbers of the groups with parameters on other ranks; their owner calls `clip_spanning`."""
+        """Groups with parameters on other ranks; their owner calls `clip_spanning`."""
         self.groups = groups
         """With the thresholds of the logical batch in progress."""
         kind = next((x.device.type for x in roots.values.values()), "cpu")
@@ -76,16 +76,15 @@ class Scheme:
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
         joins = roots.parts is None and execution.records_on_device is None
         self.joining = {i for i, names in enumerate(self.anchors) if joins and len(names) >= FEWEST}
-        """Anchors whose small uses may wait for others."""
+        """Anchors whose small uses may wait."""
         self.groups_at = [[*dict.fromkeys(self.group_of[name].index for name in names)] for names in self.anchors]
         """Numbers of each anchor's groups."""
         several = [] if at_once else [(i, indices) for i, indices in enumerate(self.groups_at) if len(indices) > 1]
         self.shared = {index: i for i, indices in several for index in indices}
-        """The anchors of groups that may close earlier."""
+        """Anchors of groups that may close earlier."""
         self.withheld = {i for i, indices in enumerate(self.groups_at) if not spanning.isdisjoint(indices)}
         devices = {i: roots.values[self.anchors[i][0]].device for i, _ in several}
         self.gpus = {i: device for i, device in devices.items() if device.type == "cuda"}
-        """Devices of shared anchors with streams."""
 
     def _anchors(self, *, at_once: bool) -> Iterator[Sequence[str]]:
         if self.execution.backward_passes == 2:
@@ -117,7 +116,7 @@ class Scheme:
         return math.prod(self.roots.shapes[name]) * accum_dtype(self.roots.values[name]).itemsize
 
     def set_thresholds(self, thresholds: Sequence[float]) -> None:
-        """Set one threshold per group; only between logical batches, because a sum has one sensitivity."""
+        """Set one threshold per group, between logical batches, because a sum has one sensitivity."""
         self.groups = tuple(replace(g, threshold=t) for g, t in zip(self.groups, thresholds, strict=True))
         self.group_of = {name: group for group in self.groups for name in group.names}
 

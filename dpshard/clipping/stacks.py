@@ -29,18 +29,16 @@ FEWEST = 4
 _NBYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")  # a comprehension would be a call for each use
 
 _TOGETHER = 2**5
-"""Bytes of uses that become one, over those of the largest small use; bounds the memory of copies."""
+"""Bytes of uses that become one, over the largest small use's; bounds copies."""
 
 
 @dataclass(slots=True)
 class _Row:
-    """Uses with equal recipes, and their joined tensors."""
-
     uses: Sequence[Use]
     tensors: Sequence[Tensor]
     nbytes: int
     version: int
-    """Sum of the tensors' versions at arrival; every write that torch counts raises it."""
+    """Sum of the tensors' versions at arrival."""
 
     def cut(self, dim: int) -> Sequence[_Row]:
         """Return a row for each use."""
@@ -49,7 +47,6 @@ class _Row:
         return [_row([use], part) for use, part in zip(self.uses, parts, strict=True)]
 
     def refuse_written(self) -> None:
-        """Raise LogicalBatchError if a tensor was written since it arrived."""
         if sum(map(_VERSION, self.tensors)) != self.version:
             raise changed(self.uses[0].sources[0].label, measured=False)
 
@@ -60,7 +57,7 @@ def _row(uses: Sequence[Use], tensors: Sequence[Tensor]) -> _Row:
 
 @dataclass(slots=True)
 class Stack:
-    """The records of equal uses of as many parameters."""
+    """Records of equal uses."""
 
     names: list[str]
     stacked: Stacked
@@ -82,7 +79,7 @@ class Stack:
 
 
 class Stacks:
-    """The uses that wait for one anchor."""
+    """Uses that wait for one anchor."""
 
     def __init__(self, group_of: Mapping[str, ClippingGroup]) -> None:
         self._group_of = group_of
@@ -92,7 +89,7 @@ class Stacks:
         """Of all that waits."""
 
     def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
-        """Take uses of `groups` with their recipe and joined tensors."""
+        """Take uses of `groups`, with joined tensors."""
         n = len(uses)
         key = (recipe, *[(x.shape if n == 1 else _of_one(x, recipe.axis.dim, n), x.dtype, x.device) for x in tensors])
         row = _row(uses, tensors)
@@ -101,7 +98,7 @@ class Stacks:
         self.nbytes += row.nbytes
 
     def take(self, groups: Collection[int] | None = None) -> tuple[list[Stack], list[tuple[Use, Sequence[Tensor]]]]:
-        """Stacks with parameters in `groups` (None: all), and the uses without a stack."""
+        """Stacks of `groups` (None: all), and the uses without one."""
         stacks: list[Stack] = []
         alone: list[_Row] = []
         if groups is not None and self._groups.isdisjoint(groups):
@@ -138,7 +135,6 @@ class Stacks:
         return frozenset(self._group_of[source.label].index in groups for use in row.uses for source in use.sources)
 
     def _stacked(self, recipe: Recipe, rows: list[_Row]) -> Iterator[Stack]:
-        """Bound the memory of copies by batches."""
         most = _TOGETHER * small_bytes(rows[0].tensors[0].device)
         while rows:
             batch, nbytes = [rows.pop()], 0

@@ -1,7 +1,7 @@
 """The tape: from per-sample records to clipped sums, within one backward pass.
 
-All forwards of a micro-batch share a tape, because a sample has one gradient and one coefficient. Groups close, and
-free their records, early: autograd runs younger nodes, so the anchors of late layers, first.
+All forwards of a micro-batch share a tape: a sample has one gradient and one coefficient. Groups close, and free their
+records, early, because autograd runs younger anchors first.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Take = Callable[[str], Tensor | None]
 
 
 class Tape:
-    """The records of B samples, by clipping group."""
+    """The records of B samples."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -50,13 +50,13 @@ class Tape:
         loss_scale: float,
         owners: Owners | None = None,
     ) -> None:
-        """Take B = `batch_size` samples; with `owners`, rows of packed samples."""
+        """Take B = `batch_size` samples, or rows of `owners`."""
         self.clipper = clipper
         self.batch_size = batch_size
         self.owners = owners
         self.is_padding_B = is_padding_B
         self.loss_scale = loss_scale
-        """Factor from recorded gradients to those of each sample's own loss (B under a mean)."""
+        """Factor from recorded gradients to those of each sample's own loss."""
         self.closer = Closer(clipper, is_padding_B, loss_scale)
         self.current = Pass.BOOK_KEEPING
         self.aborted = False
@@ -68,23 +68,20 @@ class Tape:
 
     @property
     def unfinished(self) -> str | None:
-        """Why the samples do not count whole; None if every forward had a complete backward."""
+        """Why the samples do not count whole, if they do not."""
         return HALFWAY if self.aborted else self.forwards.unfinished(inputs_suffice=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward, `keep` and its gradient arrive as records of `use`."""
+        """Return `output`; in backward, `keep` and its gradient arrive as records."""
         tokens, arrive = self.expect(use)
         return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return a tensor equal to each template; their gradients arrive as records of `use`.
-
-        Integer templates get a float64 slot, which holds them exactly.
-        """
+        """Return a tensor equal to each template, for records; float64 holds integer ones exactly."""
         return self.region([Row((use,), templates)])[0]
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Slots of a compiled region's uses, by row, from one node."""
+        """Slots of a compiled region's uses, by row."""
         if not rows:
             return []
         plan = self.clipper.plan_of(rows)
@@ -110,7 +107,7 @@ class Tape:
                 self.arrive(use, parts)
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect records of `use`; return its anchors' tokens, and a receiver."""
+        """Expect records of `use`; return its tokens, and a receiver."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens, anchors = [], self.clipper.anchors_of(use.sources)
@@ -132,7 +129,7 @@ class Tape:
         return list(self._tokens.values())
 
     def unused_anchor_tokens(self) -> list[Tensor]:
-        """Tokens of unused anchors in used groups: DDP's reducer waits for their gradients."""
+        """Tokens of unused anchors in used groups: DDP's reducer waits for them."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -154,7 +151,6 @@ class Tape:
             self.closer.note_streams(anchors)
 
     def _require_open(self, use: Use, indices: Collection[int]) -> None:
-        """Raise LogicalBatchError unless records come in time, and once."""
         if self._epoch != self.clipper.epoch:
             raise LogicalBatchError(
                 f"Backward reached {use.sources[0].label} after the logical batch of its samples was released or left: "
@@ -167,7 +163,7 @@ class Tape:
             )
 
     def arrive(self, use: Use, tensors: Sequence[Tensor | None]) -> None:
-        """Take the kept tensors of a use, and its gradient, as records."""
+        """Take the kept tensors of a use, and its gradient."""
         there = [x for x in tensors if x is not None]
         if len(there) == len(tensors):
             if self._joins_others((use,), there):
@@ -193,7 +189,6 @@ class Tape:
         return self.closer.joins_others(uses, tensors)
 
     def _add(self, source: Source, record: Record) -> None:
-        """Add a source's record to its root parameters."""
         if source.isometric:
             name = source.roots[0]
             self.closer.group(name).add(name, source, record)
@@ -202,7 +197,6 @@ class Tape:
             self.closer.group(name).add(name, self.clipper.sources[name], root)
 
     def _summed(self, use: Use, record: Record) -> Record:
-        """Record summed over ranks; see [Note: Norms of parts]."""
         parts = self.clipper.roots.parts
         return PerSampleGrad(parts.summed(record.per_sample())) if use.termwise and parts is not None else record
 
@@ -213,16 +207,16 @@ class Tape:
         return self.groups[index]
 
     def expire(self) -> None:
-        """Refuse records that have not arrived yet."""
+        """Refuse records that have not arrived."""
         self._epoch = -1
 
     def between_passes(self) -> None:
-        """End the pass for norms and begin the one for sums."""
+        """Begin the second pass."""
         self.closer.end_norms()
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients, and refuse further records."""
+        """Fix the coefficients."""
         if self.current is Pass.BOOK_KEEPING:
             self.closer.close(anchor)
 
@@ -232,7 +226,7 @@ class Tape:
 
 
 class Clipper(Scheme):
-    """The scheme of one model, and the tapes with records for it."""
+    """The scheme of one model, with its tapes."""
 
     def __init__(
         self,
@@ -251,19 +245,19 @@ class Clipper(Scheme):
         self.offload = None if keep is None else Offload(keep)
         self.pending: dict[int, dict[int, Tape]] = {}
         """Tapes with records, by anchor."""
-        self._plans: dict[Use, RegionPlan] = {}  # by the first use of a region
+        self._plans: dict[Use, RegionPlan] = {}  # by a region's first use
         self.epoch = 0
         """Tapes of earlier epochs take no records: they would count in another release."""
         self.tokens: dict[int, Tensor] = {}
-        """Outputs of the anchors that forwards used since their last backward."""
+        """Outputs of the anchors used since their last backward."""
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper of the same groups in one pass."""
+        """Return a clipper in one pass."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
     def with_values(self, values: dict[str, Tensor]) -> Clipper:
-        """Return a clipper of the same groups for other parameter values."""
+        """Return a clipper for other parameter values."""
         roots = replace(self.roots, anchored=values, values=values)
         return Clipper(roots, self.groups, self.function, self.execution, self.sink)
 
@@ -283,7 +277,7 @@ class Clipper(Scheme):
         return plan
 
     def token(self, anchor: int) -> Tensor:
-        """Return an anchor's output, shared by all forwards up to its next backward."""
+        """Return an anchor's output, until its next backward."""
         if anchor not in self.tokens:
             with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
@@ -291,7 +285,7 @@ class Clipper(Scheme):
         return self.tokens[anchor]
 
     def close(self, anchor: int, reached: Sequence[bool] | None) -> Sequence[Tensor | None]:
-        """Close an anchor on every tape with records for it, and deliver their sums."""
+        """Close an anchor on every tape, and deliver their sums."""
         names = self.anchors[anchor]
         self.tokens.pop(anchor, None)
         tapes = list(self.pending.pop(anchor, {}).values())
@@ -302,7 +296,7 @@ class Clipper(Scheme):
             return self.sink.deliver(ClippedSums.to(names, ready, reached))
 
     def abort(self) -> None:
-        """Drop the records of an unfinished backward pass."""
+        """Drop an unfinished backward pass."""
         for tapes in self.pending.values():
             for tape in tapes.values():
                 tape.aborted = True

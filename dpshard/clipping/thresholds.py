@@ -33,27 +33,24 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.randomness import derive_key
 
 COUNT_GRID = 2.0**-10
-"""Grid of the published counts: the last bits of float64 noise may reveal exact counts.
-
-See [Note: Secure noise] in noise/keyed.py.
-"""
+"""Grid of the published counts: the last bits of float64 noise may reveal exact counts ([Note: Secure noise])."""
 
 FARTHEST = 1e12
-"""Largest ratio between a threshold and its first value, either way."""
+"""Of a threshold over its first value, either way."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantileTracking:
     """Each group's threshold follows a quantile of its gradient norms; see [Note: Counts within the same noise].
 
-    After a step R <- R exp(-learning_rate (f - quantile)). f is the noisy share, in [0, 1], of the expected batch size
-    with norms up to R.
+    After a step R <- R exp(-learning_rate (f - quantile)). f in [0, 1] is the noisy share of samples with norms up to
+    R.
     """
 
     quantile: float = 0.5
     """Share of the samples that must not be clipped, in (0, 1)."""
     learning_rate: float = 0.2
-    """> 0. One step changes a threshold by a factor of at most exp(learning_rate)."""
+    """> 0. One step changes a threshold by exp(learning_rate) at most."""
     budget_share: float = 0.01
     """Share of the privacy budget (of 1 / sigma^2) for the counts, in (0, 1).
 
@@ -84,33 +81,33 @@ class Thresholds:
 
     @property
     def values(self) -> tuple[float, ...]:
-        """Thresholds R_m of the next step, one a group."""
+        """R_m of the next step."""
         return tuple(group.threshold for group in self._clipper.groups)
 
     def gradient_noise(self, sigma: float) -> float:
-        """Return the standard deviation of the clipped sums' noise at noise multiplier `sigma`."""
+        """Return the deviation of the clipped sums' noise at noise multiplier `sigma`."""
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """Exact counts that `move` will release with noise."""
+        """Exact counts that `move` will release."""
         return []
 
     def refuse_own_loop(self) -> None:
-        """Raise LogicalBatchError if these thresholds need `engine.batches`."""
+        """Raise LogicalBatchError if these need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """Adapt to a released step."""
 
     def state_dict(self) -> dict[str, Any] | None:
-        """State for a checkpoint; None for fixed thresholds."""
+        """State for a checkpoint, if any."""
         return None
 
     def load_state_dict(self, state: Any) -> None:
-        """Load a `state_dict`; raise CheckpointError for anything else."""
+        """Load a `state_dict`, or raise CheckpointError."""
 
 
 def require_tracking(tracking: QuantileTracking | None, max_grad_norm: float, noise: NoiseName) -> None:
-    """Raise ConfigurationError unless thresholds can start at `max_grad_norm` and follow `tracking` under `noise`."""
+    """Raise ConfigurationError unless thresholds can start at `max_grad_norm` and follow `tracking`."""
     require_positive("max_grad_norm", max_grad_norm)
     if not isinstance(tracking, QuantileTracking | None):
         raise ConfigurationError(f"adaptive_clipping={tracking!r}: pass a dpshard.QuantileTracking(...), or None.")
@@ -134,7 +131,7 @@ class TrackedThresholds(Thresholds):
         return super().gradient_noise(sigma / math.sqrt(1 - self._tracking.budget_share))
 
     def count_noise(self, sigma: float) -> float:
-        """Return the standard deviation of the noise on each group's count."""
+        """Return the deviation of a count's noise."""
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
     def counts(self, collector: HasMetrics) -> list[str]:
@@ -146,7 +143,7 @@ class TrackedThresholds(Thresholds):
 
     def refuse_own_loop(self) -> None:
         """See Thresholds."""
-        # A sample would silently count twice if its backward failed and was repeated.
+        # A repeated backward would silently count a sample twice.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
             "micro_batch_size), which ensures that, not over your own batches."
@@ -155,7 +152,7 @@ class TrackedThresholds(Thresholds):
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """See Thresholds."""
         tracking, counts_M = self._tracking, self._counts(metrics)
-        # Its own secret, unlike any parameter's noise; on the CPU, because all ranks must draw the same.
+        # Its own secret; on the CPU, because all ranks must draw the same.
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []

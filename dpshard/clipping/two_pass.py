@@ -24,8 +24,6 @@ from dpshard.records.written import changed_between_passes
 
 @left_out_of_graphs
 class _Cut(torch.autograd.Function):
-    """Outputs -> the same, detached; backward: both passes through the inner graph."""
-
     @staticmethod
     def forward(ctx: Any, tape: Tape, inner: list[Tensor], trigger: Tensor) -> tuple[Tensor, ...]:
         ctx.tape, ctx.inner = tape, inner
@@ -68,7 +66,7 @@ def _drawn_again(seeds: list[Tensor]) -> AbstractContextManager[None]:
 
 
 def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:
-    """Run `forward`, and cut its output off for two passes."""
+    """Run `forward`, and cut its output off."""
     if tape.forwards.count > 1:
         raise LogicalBatchError(
             "The model was called twice for the samples of one micro-batch; with two backward passes each call would "

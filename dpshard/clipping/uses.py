@@ -13,15 +13,15 @@ from dpshard.rules.call import Build, Source, records_of
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Use:
-    """One use of sources by one call; `build` makes records of the tensors that arrive."""
+    """One use of sources; `build` makes records of the tensors that arrive."""
 
     sources: tuple[Source, ...]
     build: Build
     copies: bool = False
-    """True if the slot's template holds per-sample copies of its source, not zeros."""
+    """True if the slot's template holds per-sample copies of its source."""
     termwise: bool = False
-    """True if its records are terms of a sum over ranks; see [Note: Norms of parts]."""
+    """True if its records are terms; see [Note: Norms of parts]."""
 
     def records(self, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
-        """Return the records of the tensors that arrived, with their sources."""
+        """Return the records of arrived tensors, with their sources."""
         return records_of(self.sources, self.build, tensors)

@@ -19,14 +19,14 @@ from dpshard.randomness import SECRET_BYTES, derive_key
 
 
 class Chain:
-    """The links of the last steps of one path."""
+    """The last links of one path."""
 
     def __init__(self, memory: int) -> None:
         self._memory = max(1, memory)
         self._links: list[bytes] = []  # the newest last
 
     def next(self, secret: bytes, sums: tuple[str | int, ...]) -> tuple[bytes, bytes]:
-        """Return link and identity of a step with these `sums`."""
+        """Return link and identity of a step."""
         before = self._before(secret)
         link = derive_key(secret, "link", before.hex(), *sums)
         return link, _named(secret, before)[:NAME] + _named(secret, link)
@@ -47,7 +47,7 @@ class Chain:
         return [link.hex() for link in self._links]
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Load a `state_dict()` before `step`; raise CheckpointError if it lacks a link."""
+        """Load a `state_dict()` before `step`; CheckpointError if it lacks a link."""
         try:
             links = [bytes.fromhex(link) for link in state]
         except (TypeError, ValueError):

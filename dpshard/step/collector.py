@@ -1,4 +1,4 @@
-"""Collects the clipped sums of logical batches, and decides when each may be released."""
+"""Collects the clipped sums of logical batches."""
 
 from __future__ import annotations
 
@@ -34,8 +34,7 @@ class Collector:
     """The logical batch in progress, from its first forward to its release.
 
     Raises LogicalBatchError for uses that would count a sample twice, in another step, or not at all. `mean`: losses
-    are means over rows. `rows_per_unit`: rows of a sample; its loss is their mean. `fed` gets the rows of a user's own
-    loop.
+    are means over rows. `rows_per_unit`: rows of a sample; its loss is their mean. `fed` gets the rows of an own loop.
     """
 
     def __init__(
@@ -51,7 +50,7 @@ class Collector:
     ) -> None:
         self.state = BatchState.EMPTY
         self.batch: LogicalBatch | None = None
-        """The unreleased logical batch; None in a user's own loop."""
+        """None in a user's own loop."""
         self.metrics = BatchMetrics()
         self.two_passes = execution.backward_passes == 2
         sharding = backend.sharding
@@ -63,9 +62,9 @@ class Collector:
         self._backend = backend
         self._device = backend.sharding.device
         self._mean, self._rows_per_unit, self._fed = mean, rows_per_unit, fed
-        self._loop: Feed | None = None  # feed of the running loop over `batches`
+        self._loop: Feed | None = None  # of the running loop over `batches`
         self._own_packed: PackedTokens | None = None
-        self._own: list[Tape] = []  # of a user's own loop since the last release
+        self._own: list[Tape] = []  # since the last release
         self._silence = Silence()
         self._begin_doubts()
         self._own_loop_warned = False
@@ -115,7 +114,7 @@ class Collector:
 
     @contextmanager
     def own_packed(self, packed: PackedTokens, *, verified: bool) -> Iterator[None]:
-        """Take the forwards of a user's own loop for ones on packed rows."""
+        """Take an own loop's forwards for ones on packed rows."""
         if not verified or self._rows_per_unit > 1:
             raise ConfigurationError(refusals.PACKED_UNVERIFIED)
         if self.batch is not None:
@@ -203,7 +202,7 @@ class Collector:
 
     @property
     def moment(self) -> tuple[int | None, int]:
-        """Position of the micro-batch and number of micro-batches; (None, 1) in a user's own loop."""
+        """Position and number of micro-batches; (None, 1) in an own loop."""
         plan = self.plan
         return (None, 1) if plan is None else (plan.position, plan.count)
 
@@ -220,11 +219,11 @@ class Collector:
     # --- one logical batch after another
 
     def batches(self, loaded: Loaded, next_step: Callable[[], int]) -> Iterator[LogicalBatch]:
-        """Yield the logical batches in `loaded`, which the script must release."""
+        """Yield the logical batches, which the script must release."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
-        self._begin_anew(feed)  # redraw an abandoned logical batch, which must not count twice
+        self._begin_anew(feed)  # an abandoned logical batch must not count twice
         try:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
@@ -242,10 +241,10 @@ class Collector:
                 self._loop = None
                 if self.batch is not None and not self.batch.complete:
                     self._begin_anew()  # a part of a Poisson sample is not a Poisson sample
-                # Otherwise optimizer.step() may follow the loop, and needs the noise of this batch.
+                # Otherwise optimizer.step() may follow the loop.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate an optimizer's closure; raise LogicalBatchError if its samples had a backward."""
+        """Evaluate an optimizer's closure; LogicalBatchError if its samples had a backward."""
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
@@ -254,7 +253,7 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there is something to release, perhaps an empty logical batch; False if it is private already.
+        """Return True if there is something to release, perhaps an empty batch; False if it is private already.
 
         Raises LogicalBatchError for a half-finished logical batch, older gradients, or another step's batch.
         """
@@ -275,15 +274,12 @@ class Collector:
         return True
 
     def complete_sums(self, digest: Callable[[Sequence[SumShard]], Tensor]) -> list[int]:
-        """Sum over ranks, and return the digest of the sums.
-
-        Raises LogicalBatchError on all ranks if a micro-batch of one is incomplete.
-        """
+        """Sum over ranks, and return the digest; LogicalBatchError on all if one is incomplete."""
         if self._stages is not None and self.batch is not None:
             self.batch.end_micro_batch()
         unfinished = self._unfinished()
         if any(everywhere for _, _, everywhere in unfinished):
-            self._refuse(unfinished)  # now: the other ranks wait in another collective
+            self._refuse(unfinished)  # the other ranks wait in another collective
         (broken, *doubts), sums = self._backend.complete_sums(bool(unfinished), self._own_doubts(), digest)
         if broken:
             self._refuse(unfinished)
@@ -296,7 +292,6 @@ class Collector:
             self._stages.end(micro, self._first_gradients.noting, self.metrics.observe)
 
     def _unfinished(self) -> list[tuple[MicroBatch | None, str, bool]]:
-        """Incomplete micro-batches, with reasons, and whether all ranks had to run them."""
         if self.batch is None:
             return [(None, tape.unfinished, False) for tape in self._own if tape.unfinished]
         found = []
@@ -310,7 +305,7 @@ class Collector:
         micro, why = unfinished[0][:2] if unfinished else (None, "on another rank")
         message = refusals.not_whole(self.batch, micro, why)
         if self.batch is None:
-            self._begin_anew()  # the next forwards must bring all rows again
+            self._begin_anew()  # all rows must come again
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
@@ -326,14 +321,14 @@ class Collector:
         self._doubts = Doubts(at_once=self._backend.communicator.world_size == 1)
         self._silence.begin()
         if self.clipper.offload is not None:
-            self.clipper.offload.take_differing()  # of sums that were released or dropped
+            self.clipper.offload.take_differing()  # of earlier sums
         if self._stages is not None:
             self._stages.begin()
         self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by mask
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:
-        """Drop the sums of a user's own loop if a counted release fails: its samples took part."""
+        """Drop an own loop's sums if a counted release fails: its samples took part."""
         try:
             yield
         except BaseException:
@@ -342,7 +337,7 @@ class Collector:
             raise
 
     def end_release(self) -> BatchMetrics:
-        """End the logical batch after its noise was added; return its metrics."""
+        """End the logical batch; return its metrics."""
         self.complete_metrics()
         self.state = BatchState.PRIVATIZED
         metrics, self.metrics = self.metrics, BatchMetrics()
@@ -369,7 +364,7 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError unless attached and between logical batches."""
+        """Raise LogicalBatchError unless between logical batches."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would get the loaded step's noise.
@@ -392,12 +387,11 @@ class Collector:
         self._begin_anew()
 
     def close(self) -> None:
-        """Hand out no more logical batches; drop all sums."""
+        """Drop all sums; hand out no more."""
         self._begin_anew()
         self.state = BatchState.CLOSED
 
     def _begin_anew(self, loop: Feed | None = None) -> None:
-        """Drop all sums; earlier draws and records do not count."""
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
         self._own.clear()

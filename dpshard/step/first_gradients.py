@@ -1,4 +1,4 @@
-"""Warns of trained parameters without a gradient in the first logical batch."""
+"""Warns of trained parameters without a gradient."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class FirstGradients:
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
-        """Return a `take` that notes parameters with a sum, also of zeros: adapters begin with them."""
+        """Return a `take` that notes sums, also zeros: adapters begin with them."""
         reached = self._reached
         if reached is None:
             return take

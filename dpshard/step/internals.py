@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
 NoteRelease = Callable[[int, bytes], Callable[[], object]]
-"""Takes step and identity of a release before it is made; its result is called before the release ends."""
+"""Takes step and identity before a release; its result is called before the release ends."""
 
 
 class Internals:
@@ -25,7 +25,7 @@ class Internals:
         self._notes: list[NoteRelease] = []
 
     def owned(self) -> set[Tensor]:
-        """Private parameters, and their stand-ins in optimizers."""
+        """Private parameters, and their stand-ins."""
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -33,7 +33,7 @@ class Internals:
         return self._collector.evaluate(closure)
 
     def install_gradients(self, held: set[Tensor]) -> None:
-        """Put private gradients where an optimizer that steps on `held` reads them."""
+        """Put private gradients where the optimizer of `held` reads them."""
         self._backend.gradients.install(held)
 
     def note_releases(self, note: NoteRelease) -> None:
@@ -41,7 +41,7 @@ class Internals:
         self._notes.append(note)
 
     def note(self, step: int, identity: bytes) -> list[Callable[[], object]]:
-        """Note a release; return functions that wait until it is on disk."""
+        """Note a release; return functions that wait for the disk."""
         return [note(step, identity) for note in self._notes]
 
     def training_state(self, optimizer: Any) -> TrainingState:

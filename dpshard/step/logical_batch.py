@@ -27,7 +27,7 @@ class Feed:
         self._next: tuple[MicroBatchPlan, Any] | None = None
 
     def peek(self) -> MicroBatchPlan | None:
-        """Plan of the next micro-batch; None at the end of the run."""
+        """Plan of the next micro-batch, if any."""
         if self._next is None:
             self._next = next(self._loaded, None)
         return None if self._next is None else self._next[0]
@@ -45,13 +45,13 @@ class MicroBatch:
     plan: MicroBatchPlan
     data: Any
     tape: Tape | None = None
-    """Shared by all forwards on it: a sample has one gradient and one factor."""
+    """Of all forwards: a sample has one gradient and factor."""
     rows: RowIdentity | None = None
-    """Watches that its rows stay its samples."""
+    """Watches that rows stay samples."""
     packed: PackedTokens | None = None
     """The units of packed rows' tokens."""
     chunks: list[MicroBatch | None] = field(default_factory=list)
-    """Its parts in a pipeline, each with a tape; None for one without a forward."""
+    """Parts in a pipeline, each with a tape; None without a forward."""
     together: Together | None = None
     """The inputs of all parts."""
     index: int = 0
@@ -67,10 +67,7 @@ class MicroBatch:
         return self.rows
 
     def chunk(self, index: int, count: int) -> MicroBatch:
-        """Return part `index` of `count`; see MicroBatchPlan.chunk.
-
-        Raises ConfigurationError if it has other parts.
-        """
+        """Return part `index` of `count`; ConfigurationError if it has others."""
         plan = self.plan
         if plan.placement is not None or len(plan.indices) % count or len(self.chunks) not in (0, count):
             raise ConfigurationError(
@@ -92,7 +89,7 @@ class MicroBatch:
 
     @property
     def unfinished(self) -> str | None:
-        """Reason why it is incomplete, if any."""
+        """Reason why it is incomplete."""
         if self.chunks:
             reasons = [_NOT_CALLED if chunk is None else chunk.unfinished for chunk in self.chunks]
             return next((f"part {i + 1} of {len(reasons)}: {why}" for i, why in enumerate(reasons) if why), None)
@@ -157,7 +154,7 @@ class LogicalBatch:
 
     @property
     def complete(self) -> bool:
-        """True if all micro-batches were handed out."""
+        """True if all were handed out."""
         return self._position == self._plan.count
 
     @property
@@ -220,11 +217,11 @@ class LogicalBatch:
             self.end_micro_batch()
 
     def progress(self) -> str:
-        """Return how many micro-batches were handed out, for errors."""
+        """Progress for errors."""
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:
-        """End the current micro-batch. Its backward may follow later."""
+        """End the current micro-batch; its backward may follow."""
         micro, self._micro = self._micro, None
         if micro is None:
             return

@@ -24,9 +24,9 @@ class StepNoise(NamedTuple):
     """Of the release, 16 bytes."""
     noise: KeyedGaussian
     link: bytes
-    """Link of the step in the run's chain; b"" without one."""
+    """In the run's chain; b"" without one."""
     scale: float
-    """Standard deviation of the noise over that of the independent z."""
+    """Deviation of the noise over that of the independent z."""
 
 
 class NoiseOfRun:
@@ -49,7 +49,7 @@ class NoiseOfRun:
         return self._digest[1]
 
     def of_step(self, secret: bytes, step: int, sums: Sums) -> StepNoise:
-        """Noise of `step`, the next one, with these `sums`."""
+        """Noise of the next `step`."""
         secure = self._mechanism.secure
         if self._chain is None:
             kind = KeyedGaussian if self._mechanism.discretized_elements is None else KeyedDiscreteGaussian
@@ -66,16 +66,16 @@ class NoiseOfRun:
         return StepNoise(identity, CorrelatedGaussian(link, secure, terms), link, math.hypot(*weights))
 
     def take(self, noise: StepNoise) -> None:
-        """Go to the next step, after this `noise` was counted."""
+        """Go to the next step."""
         if self._chain is not None:
             self._chain.append(noise.link)
 
     def state_dict(self) -> list[str] | None:
-        """Keys of past noise, if any step needs them."""
+        """Keys of past noise, if needed."""
         return None if self._chain is None else self._chain.state_dict()
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Load a `state_dict()` before `step`; raise CheckpointError, without any change, if damaged."""
+        """Load a `state_dict()` before `step`; CheckpointError, without any change, if damaged."""
         if self._chain is not None:
             self._chain.load_state_dict(state, step)
         elif state is not None:

@@ -1,4 +1,4 @@
-"""Privatizes gradients before any optimizer steps, with one hook for the whole process."""
+"""Privatizes gradients before any optimizer steps, by one hook for the process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class _Engine(Protocol):
     def privatize(self) -> None: ...
 
 
-# A model keeps its engine alive through its patched forwards, so both leave together.
+# A model keeps its engine alive through its patched forwards.
 _engines: weakref.WeakSet[Any] = weakref.WeakSet()
 _installed = False
 
@@ -45,7 +45,7 @@ def register(engine: _Engine) -> None:
     """Privatize for `engine` from now on."""
     global _installed
     if not _installed:
-        # Not at import: it loads the compiler, which takes longer than torch.
+        # Not at import: it loads the compiler.
         register_optimizer_step_pre_hook(cast(Any, torch.compiler.disable(_before_step, reason=_NOT_COMPILED)))
         _installed = True
     _engines.add(engine)
@@ -57,7 +57,7 @@ def unregister(engine: _Engine) -> None:
 
 
 def require_model(model: Any) -> None:
-    """Raise ConfigurationError unless `model` is a module, EngineInUseError if an engine has a parameter of it."""
+    """Raise ConfigurationError unless `model` is a module, EngineInUseError if an engine has its parameters."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"model is of type {type(model).__name__}, not a torch.nn.Module. Pass the module to train. "
@@ -91,7 +91,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
             "LBFGS evaluates the loss several times per step: each evaluation would be another release. "
             "Choose a first-order optimizer (SGD, Adam, ...)."
         )
-    # torch passes the arguments of the unbound step(): the optimizer comes first.
+    # torch passes the unbound step()'s arguments: the optimizer comes first.
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     value = None
     if callable(closure):
@@ -111,7 +111,7 @@ def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 class _Once:
-    """Replaces a closure: its gradients are private, and must not be recomputed."""
+    """A closure whose gradients are private, and must not be recomputed."""
 
     def __init__(self, value: Any, held: set[Tensor]) -> None:
         self.value = value
@@ -119,7 +119,7 @@ class _Once:
         self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """Value, once, at the parameters where it was computed."""
+        """Value, once, where it was computed."""
         if self.called:
             raise UnsupportedOptimizerError(
                 f"The optimizer evaluates its closure more than once per step: each evaluation would be another "

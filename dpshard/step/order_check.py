@@ -33,11 +33,10 @@ from dpshard.sampling import (
 from dpshard.step.refusals import refuse_own_loop
 
 SOURCES = ("indices", "stream", "loop")
-"""Map-style data set, stream, and loop of the user's own."""
 
 
 class OrderOfRun:
-    """Draws or reads the samples of a run; in a fixed order, checks which take part."""
+    """Draws or reads a run's samples; in a fixed order, checks which take part."""
 
     def __init__(self, mechanism: Mechanism, ranks: Communicator) -> None:
         self._mechanism, self._ranks = mechanism, ranks
@@ -46,7 +45,7 @@ class OrderOfRun:
         self._taken = Participation(mechanism.sample_size, mechanism.sample_size // self._batch_size) if fixed else None
         self._source: str | None = None
         self.fed = OwnLoopRows() if fixed else None
-        """Rows of a user's own loop in a fixed order."""
+        """Of an own loop, in a fixed order."""
 
     def load(
         self,
@@ -134,8 +133,7 @@ class OrderOfRun:
     def begin_release(self, step: int, *, own: bool) -> None:
         """Check the samples of the logical batch; `own`: the script fed it.
 
-        Raises LogicalBatchError for a loop that cannot be accounted for, DataError for another batch size, or samples
-        too early.
+        Raises LogicalBatchError for a loop without account, DataError for another batch size, or samples too early.
         """
         if own:
             refuse_own_loop(self._mechanism.sampling)
@@ -162,7 +160,7 @@ class OrderOfRun:
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 
     def end_release(self, step: int, *, own: bool) -> None:
-        """Add the samples of a released step."""
+        """Add the samples of a step."""
         if self._taken is None or self.fed is None:
             return
         self._source = self._source or ("loop" if own else "stream" if self._taken.begun else "indices")
@@ -178,7 +176,7 @@ class OrderOfRun:
             )
 
     def state_dict(self) -> dict[str, Any] | None:
-        """Return source and participation as plain JSON; None without a fixed order."""
+        """Return source and participation, in a fixed order."""
         return None if self._taken is None else {"source": self._source, "taken": self._taken.state_dict()}
 
     def require_saved_order(self, state: Any, step: int) -> None:

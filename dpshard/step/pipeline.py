@@ -62,11 +62,11 @@ class InStages:
 
     @property
     def sees_data(self) -> bool:
-        """True in a forward whose inputs are the samples, not activations."""
+        """True if inputs are the samples, not activations."""
         return self._chunk is not None and self._chunk.data
 
     def part_of(self, micro: MicroBatch | None) -> MicroBatch | None:
-        """Part of the micro-batch that the running forward is on."""
+        """Part of the micro-batch in the running forward."""
         return micro if micro is None or self._chunk is None else micro.chunk(self._chunk.index, self._chunk.count)
 
     def begin(self) -> None:
@@ -75,7 +75,7 @@ class InStages:
         self._reduction.take_fault()  # of sums that were dropped
 
     def note(self, plan: MicroBatchPlan) -> None:
-        """Note the samples of the running forward."""
+        """Note the running forward's samples."""
         assert self._chunk is not None
         part = self._chunk.index, self._chunk.count
         self._stages.note_chunk(plan.step, plan.position, *part, plan.indices, plan.samples)
@@ -83,8 +83,8 @@ class InStages:
     # --- groups on several stages
 
     def end(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
-        """Complete the sums of a micro-batch after its backwards; all stages call it."""
-        self._reduction.begin_late()  # the script may have changed .grad since the last backward
+        """Complete a micro-batch's sums; all stages call it."""
+        self._reduction.begin_late()  # the script may have changed .grad
         if self._clipper.spanning:
             self._clip_spanning(micro, noting, observe)
         self._reduction.end_micro_batch()
@@ -100,12 +100,12 @@ class InStages:
             for (k, index), norm_sq_B in found.items():
                 if norm_sq_B is not None:
                     own[spanning.index(index), k * size : (k + 1) * size] = norm_sq_B.to(own)
-            ranks_WGB = self._stages.gather(own)  # in one order everywhere, so factors are bitwise equal
+            ranks_WGB = self._stages.gather(own)  # one order, so factors are bitwise equal
             total_GB = torch.where(ranks_WGB == _UNUSED, 0.0, ranks_WGB).sum(0)
             used_GB = (ranks_WGB != _UNUSED).any(0)
             for k, tape in tapes.items():
                 if tape.unfinished:
-                    tape.expire()  # its backward would come too late for its norms
+                    tape.expire()  # its backward would come too late
                     continue
                 for g, index in enumerate(spanning):
                     own_B, norm_sq_B = found[k, index], total_GB[g, k * size : (k + 1) * size].to(self._device)

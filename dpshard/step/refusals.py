@@ -1,4 +1,4 @@
-"""Error messages for a logical batch that cannot continue."""
+"""Error messages for a logical batch."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ CAPTURED = (
 
 
 def refuse_own_loop(sampling: SamplingName) -> None:
-    """Raise LogicalBatchError if batches of the script's own cannot be accounted for."""
+    """Raise LogicalBatchError if own batches cannot be accounted for."""
     if sampling not in ("poisson", "fixed-order"):
         raise LogicalBatchError(
             f"sampling={sampling!r} draws samples by a secret of the run, so the engine draws the batches. Iterate "
@@ -83,7 +83,7 @@ def refuse_own_loop(sampling: SamplingName) -> None:
 
 
 def superseded(*, detached: bool) -> str:
-    """Say why a loop cannot continue after another one began."""
+    """Refuse a loop after another began."""
     return (
         DETACHED
         if detached
@@ -104,7 +104,7 @@ def unreleased(batch: LogicalBatch) -> str:
 
 
 def half_finished(batch: LogicalBatch) -> str:
-    """Say why a step within the loop is refused."""
+    """Refuse a step within the loop."""
     return (
         f"optimizer.step() was called after {batch.progress()} of this logical batch. Call it once per logical batch, "
         f"after the loop over its micro-batches."
@@ -112,7 +112,7 @@ def half_finished(batch: LogicalBatch) -> str:
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
-    """Say why a failed release cannot be repeated."""
+    """Refuse to repeat a failed release."""
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
         f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
@@ -120,7 +120,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Say why a logical batch with an incomplete backward is refused."""
+    """Refuse an incomplete backward."""
     reason = (
         "If the data decide which micro-batches are left out, one sample decides for all samples of its micro-batch. "
         "Do not skip a micro-batch with a loss of NaN or inf: samples without a finite gradient contribute 0. If you "
@@ -156,7 +156,7 @@ def refuse_fork(process: int) -> None:
 
 
 def part_called(part: nn.Module) -> str:
-    """Say why a call of a part of the model is refused in a user's own loop."""
+    """Refuse a call of a part of the model in an own loop."""
     return (
         f"{type(part).__name__}, a part of the model, was called directly: its gradients would be clipped separately "
         f"from the rest. Call the whole model, or iterate over engine.batches(...), which shows the calls of the same "

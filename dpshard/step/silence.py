@@ -22,7 +22,7 @@ from dpshard.interception import Doubt, Doubts
 from dpshard.records.host import arrays_of, is_at_hand, total
 
 NOTHING = 1e-8
-"""Share of the threshold below which a gradient counts as zero: rounding, or the allowance for underflow."""
+"""Share of the threshold below which a gradient counts as zero."""
 BY_CHANCE = 1e-8
 """Probability below which silence is not chance, if data order is independent of the samples."""
 
@@ -31,16 +31,16 @@ class Silence:
     """Counts samples without a gradient, without synchronising with the device."""
 
     def __init__(self) -> None:
-        # By mask: the padding, and the norms of the groups by threshold.
+        # By mask: the padding, and norms by threshold.
         self._norms: dict[int, tuple[Tensor, dict[float, list[Tensor]]]] = {}
-        self._sound: Tensor | None = None  # samples with a gradient, their micro-batches, steps with mixed ones
+        self._sound: Tensor | None = None  # sound samples, their micro-batches, steps with mixed ones
 
     def begin(self) -> None:
         """Begin a logical batch."""
         self._norms.clear()
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor) -> None:
-        """Take the norms of a group in the micro-batch with this mask."""
+        """Take a group's norms in the micro-batch with this mask."""
         if id(is_padding_B) not in self._norms:
             for _, earlier in self._norms.values():
                 shares_B = _shares(earlier)
@@ -50,7 +50,7 @@ class Silence:
         norms.setdefault(group.threshold, []).append(norm_B.detach())
 
     def end(self, doubts: Doubts) -> None:
-        """Note whether the logical batch's silence is not chance."""
+        """Note silence that is not chance."""
         if not self._norms:
             return
         totals = [_shares(norms).masked_fill(mask, math.nan) for mask, norms in self._norms.values()]
