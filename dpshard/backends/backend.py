@@ -26,9 +26,7 @@ class Backend:
     """The four roles for one model."""
 
     layout: str
-    """How ranks share the model, in words."""
     communicator: Communicator
-    """All ranks of the training."""
     sharding: Sharding
     reduction: Reduction
     gradients: GradientStore
@@ -95,7 +93,7 @@ class Backend:
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
         fault = None if broken else self.reduction.fault()
-        flags = doubts_F.new_zeros(2)  # no copy from the host
+        flags = doubts_F.new_zeros(2)
         if fault is not None or broken:
             flags[int(broken)] = 1
         own_X = torch.cat([flags, doubts_F])

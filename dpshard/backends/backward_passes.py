@@ -13,7 +13,7 @@ class BackwardPasses:
     def __init__(self) -> None:
         self.failed = False
         """True if a backward pass did not finish."""
-        self._number = -1  # of the running pass
+        self._number = -1
 
     def begins(self, ended: Callable[[], object]) -> bool:
         """Return True if a backward pass begins now; `ended` is called at its end."""

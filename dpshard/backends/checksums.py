@@ -14,7 +14,6 @@ from dpshard.records import as_real, checksum
 
 _SMALL = 2**14
 _TOGETHER = 2**20
-"""Elements of the largest batch."""
 _MOST_KEPT = 1024
 
 

@@ -21,7 +21,7 @@ PATIENCE = 300.0
 reduce_scatter: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_meetings: Counter[str] = Counter()  # of groups, by their ranks
+_meetings: Counter[str] = Counter()
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:

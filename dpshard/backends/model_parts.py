@@ -23,7 +23,6 @@ from dpshard.noise.keyed import SumShard
 from dpshard.records import as_complex, as_real
 
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
-"""Group of the ranks, and declared parts by patterns of names."""
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
 """Parameters that every rank holds whole, with their gradient, a term of it, or that of its samples."""
@@ -49,7 +48,6 @@ class ModelParts:
         "The ranks that hold one model were given different inputs, so a sample would count several times. "
         "Take the micro-batches from engine.batches(...), or give all of these ranks the same, in one order."
     )
-    """Why inputs that differ are refused."""
 
     def __init__(
         self,
@@ -64,7 +62,6 @@ class ModelParts:
         self.size, self.rank = group.size(), dist.get_rank(group)
         self._cut, self._termwise = dict(cut), termwise
         self.slices = Slices(group)
-        """Of the sums of terms."""
         self.spread: bool = False
         """True if FSDP shards over these ranks, too."""
         self._exchanges = False

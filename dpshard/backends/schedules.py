@@ -25,7 +25,6 @@ class Chunk:
     index: int
     count: int
     data: bool
-    """True if the stage's inputs are the data."""
 
 
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:

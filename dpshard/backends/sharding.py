@@ -46,11 +46,10 @@ class Sharding(ABC):
         _require_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
-        """Of all parameters, also frozen ones."""
+        """Also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
-        self._checked: dict[str, nn.Parameter] = {}  # known ones, by the name in the module
+        self._checked: dict[str, nn.Parameter] = {}  # known ones
         self.anchored: Mapping[str, Tensor] = self.parameters
-        """Tensors that the anchors differentiate."""
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """Tensors that plain autograd differentiates."""
         accumulated = self._accumulated if self.accumulates else None
@@ -231,7 +230,7 @@ class Sharding(ABC):
                 "rank. Make the parts DTensors (torch's parallelize_module), or save engine.state_dict(), and the "
                 "states of model and optimizer by rank."
             )
-        from dpshard.backends.training_state import NamedState  # late: only checkpoints need it
+        from dpshard.backends.training_state import NamedState
 
         return NamedState(self.outermost, optimizer, self.names)
 

@@ -35,7 +35,6 @@ class Slices:
     ) -> None:
         self._group, self._ranks, self._chunks, self._rows = group, group.size(), chunks, rows
         self._divided = self._ranks if step is None else 1
-        """Pieces of a chunk."""
         step = step or 1
         data_ranks = chunks * self._divided // self._ranks
         self._pieces = data_ranks // step, self._ranks, step

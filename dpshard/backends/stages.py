@@ -163,6 +163,6 @@ class OfStages:
 
     def training_state(self, optimizer: Any) -> TrainingState:
         """See Sharding."""
-        from dpshard.backends.staged_state import StagedState  # late: only checkpoints need it
+        from dpshard.backends.staged_state import StagedState
 
         return StagedState(self.outermost, optimizer, self.names, self.parts.exchange_objects)

@@ -20,14 +20,13 @@ from torch.optim import Optimizer
 from dpshard.errors import CheckpointError, ConfigurationError
 
 Groups = list[dict[str, Any]]
-"""Parameter groups of an optimizer, by name."""
 
 OPTIMIZER_STATE = "optimizer.state."
 """Prefix of optimizer state in a checkpoint; the parameter's name and the state's own name follow."""
 
 
 NAMING = frozenset({"params", "param_names"})
-"""Keys of a parameter group that are no settings."""
+"""Keys that are no settings."""
 
 
 class Snapshot(NamedTuple):
@@ -82,7 +81,7 @@ class NamedState:
             yield place
         except BaseException:
             if untouched:
-                self.optimizer.state.clear()  # it was made only to read into
+                self.optimizer.state.clear()
             raise
         set_model_state_dict(self.model, place.model)
         state: dict[str, Any] = {"state": place.remembered, "param_groups": groups}

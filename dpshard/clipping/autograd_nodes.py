@@ -9,7 +9,7 @@ A tap hands the output gradient and the kept tensors to the tape. Autograd runs 
 the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters gradients. A compiled
 region cannot reach the tape: its taps return records as gradients of a slot's dummies.
 
-Tokens have gradients on GPUs: autograd then makes an anchor's stream wait for its taps', in one thread.
+Tokens have gradients on GPUs: without one, an anchor's stream does not wait for its taps', or another thread runs it.
 """
 
 from __future__ import annotations

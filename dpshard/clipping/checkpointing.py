@@ -1,6 +1,6 @@
 """Selective activation checkpointing.
 
-[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output, so both
+[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output. So both
 must run the same operators. Tokens serve several uses: `unseen()` hides their operators.
 """
 

@@ -21,11 +21,11 @@ class Closer:
     def __init__(self, scheme: Scheme, is_padding_B: Tensor | None, loss_scale: float) -> None:
         self._scheme, self._is_padding_B, self._loss_scale = scheme, is_padding_B, loss_scale
         self._scale_B = loss_scale if is_padding_B is None else (~is_padding_B).float() * loss_scale
-        # 0 times a coefficient is 0, because coefficients are finite.
+        # Multiplying by 0 for padding is safe: coefficients are finite.
         self.groups: dict[int, GroupTape] = {}
         self.closed: set[int] = set()
         """Groups with coefficients, which take no more records."""
-        self._stacks: dict[int, Stacks] = {}  # uses that wait, by anchor
+        self._stacks: dict[int, Stacks] = {}
         self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait, by anchor
         self._streams: dict[int, set[object]] = {}  # of arrivals at shared anchors
         self._sums: dict[str, Tensor] = {}

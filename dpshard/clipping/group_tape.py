@@ -72,18 +72,18 @@ class GroupTape:
         self.roots, self.sources, self.execution = roots, sources, execution
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
-        """Records by parameter, not summed yet."""
+        """Not summed yet, by parameter."""
         self._versions: dict[str, list[int]] = {}  # foreign code may write what waits
         self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
         self.small: dict[str, Small] = {}
         """Small single records, joined at the end."""
         self.sum_weight_B: Tensor | None = None
         """Factors [B] of recorded gradients, once the norms are there."""
-        self._expected: dict[str, int] = {}  # uses in forward, by parameter
-        self._arrived: dict[str, int] = {}  # uses with gradients, by parameter
+        self._expected: dict[str, int] = {}  # uses, by parameter
+        self._arrived: dict[str, int] = {}  # uses with gradients
         self.missing = 0
         """Uses without a gradient yet."""
-        self._norm_sq: list[Tensor] = []  # squared norms [B] of measured parameters
+        self._norm_sq: list[Tensor] = []  # of measured parameters
         self._whole_sq: list[Tensor] = []  # of whole parameters beside parts
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm
         self._bundles: list[Bundle] = []

@@ -35,7 +35,7 @@ class BatchMetrics:
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """Add the norms [B] of one group."""
         if group.label in self._fresh:
-            self._take_stock()  # this is the next micro-batch
+            self._take_stock()  # the next micro-batch
         self._fresh[group.label] = (group.threshold, norm_B, is_padding_B)
 
     def _take_stock(self) -> None:

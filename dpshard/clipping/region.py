@@ -18,7 +18,6 @@ from dpshard.clipping.uses import Use
 from dpshard.rules.call import Recipe, Source
 
 Asked = Sequence[tuple[Use, tuple[Tensor, ...]]]
-"""Uses with their templates."""
 
 
 @dataclass(frozen=True, slots=True)

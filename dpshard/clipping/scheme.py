@@ -72,13 +72,11 @@ class Scheme:
         self.group_of = {name: group for group in groups for name in group.names}
         self.sources = {name: roots.source(name) for name in roots.shapes}
         self.anchors = [tuple(names) for names in self._anchors(at_once=at_once)]
-        """Parameters by anchor."""
         self._anchor_of = {name: i for i, names in enumerate(self.anchors) for name in names}
         joins = roots.parts is None and execution.records_on_device is None
         self.joining = {i for i, names in enumerate(self.anchors) if joins and len(names) >= FEWEST}
         """Anchors whose small uses may wait."""
         self.groups_at = [[*dict.fromkeys(self.group_of[name].index for name in names)] for names in self.anchors]
-        """Numbers of each anchor's groups."""
         several = [] if at_once else [(i, indices) for i, indices in enumerate(self.groups_at) if len(indices) > 1]
         self.shared = {index: i for i, indices in several for index in indices}
         """Anchors of groups that may close earlier."""

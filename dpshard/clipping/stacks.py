@@ -24,7 +24,6 @@ from dpshard.records.written import changed
 from dpshard.rules.call import Recipe, Source
 
 FEWEST = 4
-"""Uses that are worth a stack."""
 
 _NBYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")  # a comprehension would be a call for each use
 
@@ -111,7 +110,7 @@ class Stacks:
                 self.nbytes += sum([row.nbytes for row in rows])
             if len(ready) >= FEWEST or any(len(row.uses) > 1 for row in ready):
                 stacks += self._stacked(recipe, ready)
-            alone += apart + ready  # stacks leave none
+            alone += apart + ready
         for row in alone:
             row.refuse_written()
         self._groups = self._groups.difference(groups) if groups is not None else set()

@@ -23,7 +23,7 @@ class Chain:
 
     def __init__(self, memory: int) -> None:
         self._memory = max(1, memory)
-        self._links: list[bytes] = []  # the newest last
+        self._links: list[bytes] = []
 
     def next(self, secret: bytes, sums: tuple[str | int, ...]) -> tuple[bytes, bytes]:
         """Return link and identity of a step."""

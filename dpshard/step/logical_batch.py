@@ -55,7 +55,6 @@ class MicroBatch:
     together: Together | None = None
     """The inputs of all parts."""
     index: int = 0
-    """Number of a part."""
 
     def identity(self, doubts: Doubts, *, mean: bool) -> RowIdentity:
         """Return what watches its rows."""
@@ -129,7 +128,7 @@ class LogicalBatch:
     ) -> None:
         self._plan = plan
         self._feed = feed
-        self._now = now  # the epoch of the collector
+        self._now = now
         self._epoch = now()
         self._working, self._ended = working, ended
         self._position = 0

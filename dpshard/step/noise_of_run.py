@@ -21,7 +21,6 @@ class StepNoise(NamedTuple):
     """The noise of one release."""
 
     identity: bytes
-    """Of the release, 16 bytes."""
     noise: KeyedGaussian
     link: bytes
     """In the run's chain; b"" without one."""

@@ -83,7 +83,7 @@ def refuse_own_loop(sampling: SamplingName) -> None:
 
 
 def superseded(*, detached: bool) -> str:
-    """Refuse a loop after another began."""
+    """Say why a loop cannot continue after another."""
     return (
         DETACHED
         if detached
@@ -104,7 +104,7 @@ def unreleased(batch: LogicalBatch) -> str:
 
 
 def half_finished(batch: LogicalBatch) -> str:
-    """Refuse a step within the loop."""
+    """Say why a step within the loop is refused."""
     return (
         f"optimizer.step() was called after {batch.progress()} of this logical batch. Call it once per logical batch, "
         f"after the loop over its micro-batches."
@@ -112,7 +112,7 @@ def half_finished(batch: LogicalBatch) -> str:
 
 
 def failed_release(batch: LogicalBatch, step: int) -> str:
-    """Refuse to repeat a failed release."""
+    """Say why a failed release is not repeated."""
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
         f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
@@ -120,7 +120,7 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
 
 
 def not_whole(batch: LogicalBatch | None, micro: MicroBatch | None, why: str) -> str:
-    """Refuse an incomplete backward."""
+    """Say why a logical batch is incomplete."""
     reason = (
         "If the data decide which micro-batches are left out, one sample decides for all samples of its micro-batch. "
         "Do not skip a micro-batch with a loss of NaN or inf: samples without a finite gradient contribute 0. If you "
@@ -156,7 +156,7 @@ def refuse_fork(process: int) -> None:
 
 
 def part_called(part: nn.Module) -> str:
-    """Refuse a call of a part of the model in an own loop."""
+    """Say why an own loop cannot call a part of the model."""
     return (
         f"{type(part).__name__}, a part of the model, was called directly: its gradients would be clipped separately "
         f"from the rest. Call the whole model, or iterate over engine.batches(...), which shows the calls of the same "

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""Offsets and sizes, by dimension."""
 
 
 def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:

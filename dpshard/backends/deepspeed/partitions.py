@@ -24,7 +24,6 @@ class Fragment:
     master: Tensor
     """Flat partition [N] that the optimizer steps on."""
     offset: int
-    """Start in the master."""
     start: int
     """Start in the flattened parameter."""
     length: int

@@ -24,7 +24,6 @@ BUCKET = 2**25
 """Elements per reduction; a larger parameter is a bucket of its own."""
 
 _IN_FLIGHT = 2
-"""Most reductions at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ class Reducer:
         self.passes = 0
         """Backward passes that have ended, equal on all ranks."""
         self._buckets = _buckets(shapes)
-        self._next = 0  # first bucket not reduced yet
+        self._next = 0
         self._sums: dict[str, Tensor] = {}
         self._arrived: set[str] = set()
         self._held: dict[str, Tensor] = {}
@@ -115,7 +114,7 @@ class Reducer:
     def take(self) -> dict[int, Tensor]:
         """Return the summed fragments by id of the master; start again at zero."""
         for name in self.shapes:
-            self.fragment(name)  # creates missing ones
+            self.fragment(name)
         totals, self._totals = self._totals, {}
         return totals
 

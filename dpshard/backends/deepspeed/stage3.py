@@ -43,7 +43,7 @@ class Zero3:
     def __init__(self, core: nn.Module, offload: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.core, self.offload, self.parameters = core, offload, parameters
         self.values: Mapping[str, Tensor] = _Values(parameters)
-        self._at: dict[int, Any] = {}  # gathered parameters, by memory address
+        self._at: dict[int, Any] = {}  # by memory address
         self._gathered_here: list[Any] = []
         self._saving: list[torch.autograd.graph.saved_tensors_hooks] = []
         for name in _AROUND:

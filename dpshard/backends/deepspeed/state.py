@@ -187,7 +187,7 @@ class ZeroState:
             return
         for number in range(len(self.layout.masters)):
             self.zero._reassign_or_swap_out_partitioned_parameters(number)
-        gathered = [p for p in self.core.parameters() if is_gathered(p)]  # small ones stay gathered
+        gathered = [p for p in self.core.parameters() if is_gathered(p)]
         if gathered:
             gathered[0].partition(gathered)  # type: ignore[attr-defined]
             gathered[0].all_gather(gathered)  # type: ignore[attr-defined]

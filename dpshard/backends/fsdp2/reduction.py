@@ -229,7 +229,7 @@ class UnitReduction:
 
 def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
     """Add a whole sum to a bucket [ranks, columns]: shard r of dimension 0 to row r."""
-    full = total.shape[0] // rows_per_rank  # ranks with a full shard
+    full = total.shape[0] // rows_per_rank
     rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
     rest = total[full * rows_per_rank :]
     if len(rest):

@@ -113,7 +113,7 @@ def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Return True if FSDP divides over every dimension of the mesh, but perhaps the last.
+    """Return True if FSDP shards or replicates over every dimension of the mesh, but perhaps the last.
 
     Placements do not show it: a norm of a tensor-parallel model has those of HSDP.
     """
@@ -130,7 +130,7 @@ def units_of(model: nn.Module, names: Mapping[int, str]) -> Iterator[Unit]:
     for module in reversed(list(model.modules())):
         if isinstance(module, FSDPModule):
             unit = id(module._get_fsdp_state())
-            modules[unit] = [*modules.pop(unit, []), module]  # after all nested units
+            modules[unit] = [*modules.pop(unit, []), module]
     taken: set[int] = set()
     found: list[Unit] = []
     for unit in modules.values():
