@@ -5,13 +5,14 @@ May import `randomness` and below. Begin with `plans.py`.
 
 from dpshard.sampling.allocation import AllocationSampler
 from dpshard.sampling.loading import load, load_stream, require_dataset
-from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler, sampler_of
+from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler
 from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
 from dpshard.sampling.packing import Packing, packed_tokens, packer, require_packing
 from dpshard.sampling.participation import Participation
 from dpshard.sampling.plans import (
     MicroBatchPlan,
     PoissonSampler,
+    Sampler,
     default_cap,
     parse_cap,
     plan_micro_batches,
@@ -30,6 +31,7 @@ __all__ = [
     "Packing",
     "Participation",
     "PoissonSampler",
+    "Sampler",
     "Stream",
     "default_cap",
     "fingerprints",
@@ -43,5 +45,4 @@ __all__ = [
     "require_dataset",
     "require_feed",
     "require_packing",
-    "sampler_of",
 ]

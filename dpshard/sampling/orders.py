@@ -9,70 +9,15 @@ permutation, because data sets are often sorted.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from dpshard.config import BatchSchedule, SamplingName, steps_of_epoch
 from dpshard.randomness import RandomSource, derive_key
-from dpshard.sampling.allocation import AllocationSampler
-from dpshard.sampling.plans import PoissonSampler, Sampler, bernoulli_indices
+from dpshard.sampling.plans import bernoulli_indices
 
 ROUNDS = 6
 """Rounds of the permutation; part of the meaning of a run secret."""
-
-
-class HasBands(Protocol):
-    """Correlated noise."""
-
-    @property
-    def bands(self) -> int:
-        """Groups of cyclic sampling."""
-        ...
-
-
-class Sampled(Protocol):
-    """The facts of a mechanism that determine sampling."""
-
-    @property
-    def sample_size(self) -> int:
-        """See Mechanism."""
-        ...
-
-    @property
-    def schedule(self) -> BatchSchedule:
-        """See Mechanism."""
-        ...
-
-    @property
-    def max_batch_size(self) -> int | None:
-        """See Mechanism."""
-        ...
-
-    @property
-    def sampling(self) -> SamplingName:
-        """See Mechanism."""
-        ...
-
-    @property
-    def noise_correlation(self) -> HasBands | None:
-        """See Mechanism."""
-        ...
-
-
-def sampler_of(mechanism: Sampled, secret: bytes) -> Sampler:
-    """Return the sampler of a run."""
-    samples, schedule = mechanism.sample_size, mechanism.schedule
-    if mechanism.sampling == "balls-in-bins":
-        one_draw = mechanism.noise_correlation is not None
-        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret, one_draw)
-    if mechanism.sampling == "fixed-order":
-        return FixedOrderSampler(samples, schedule[0], secret)
-    if mechanism.sampling == "cyclic-poisson":
-        assert mechanism.noise_correlation is not None  # require_sampling
-        return CyclicPoissonSampler(samples, schedule[0], mechanism.noise_correlation.bands, secret)
-    return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,18 @@ from torch.utils.data import IterableDataset
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.communicator import Communicator
+from dpshard.config import steps_of_epoch
 from dpshard.errors import CheckpointError, DataError
 from dpshard.interception import OwnLoopRows
 from dpshard.sampling import (
+    AllocationSampler,
+    CyclicPoissonSampler,
+    FixedOrderSampler,
     MicroBatchPlan,
     Packing,
     Participation,
+    PoissonSampler,
+    Sampler,
     Stream,
     fingerprints,
     load,
@@ -28,11 +34,23 @@ from dpshard.sampling import (
     packer,
     plan_micro_batches,
     plan_steps,
-    sampler_of,
 )
 from dpshard.step.refusals import refuse_own_loop
 
 SOURCES = ("indices", "stream", "loop")
+
+
+def sampler_of(mechanism: Mechanism, secret: bytes) -> Sampler:
+    """Return the sampler of a run."""
+    samples, schedule, correlation = mechanism.sample_size, mechanism.schedule, mechanism.noise_correlation
+    if mechanism.sampling == "balls-in-bins":
+        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret, correlation is not None)
+    if mechanism.sampling == "fixed-order":
+        return FixedOrderSampler(samples, schedule[0], secret)
+    if mechanism.sampling == "cyclic-poisson":
+        assert correlation is not None  # require_sampling
+        return CyclicPoissonSampler(samples, schedule[0], correlation.bands, secret)
+    return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
 
 
 class OrderOfRun:
