@@ -137,8 +137,8 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
 def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
     """Return epsilon at `delta` of `counts` together: 0 for no release, inf without noise.
 
-    `accountant` is an AccountantName or a value of DRAFTS; `search` is as in compute_bound. Raises ConfigurationError
-    for an impossible delta, AccountingError for what the accountant cannot analyse.
+    `accountant` is an AccountantName or a value of DRAFTS. Raises ConfigurationError for an impossible delta,
+    AccountingError for what the accountant cannot analyse.
     """
     require_probability("delta", delta)
     if not isinstance(search, Search | None):

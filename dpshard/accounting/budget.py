@@ -33,14 +33,14 @@ class Budget:
         self._plan = mechanism.releases()
 
     def statement(self, generator: str) -> str:
-        """Return the guarantee so far; `generator` names the source of the noise."""
+        """Return the guarantee so far; `generator` names the noise."""
         mechanism = self.mechanism
         return self.ledger.statement(
             mechanism.target_delta, plan=self._plan, generator=generator, rows_per_unit=mechanism.rows_per_unit
         )
 
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
-        """Count the next step's release; return False if it was counted before.
+        """Count the next step's release, unless it was counted before; return whether it was new.
 
         Over budget, raises BudgetExceededError, or warns.
         """
@@ -83,7 +83,7 @@ class Budget:
         return {"ledger": self.ledger.state_dict(), "history": self._history.state_dict(self.ledger.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> bool:
-        """Load ledger and history; return True if all their releases are counted already.
+        """Load a `state_dict()`; return True if all its releases are counted already.
 
         Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """

@@ -6,7 +6,8 @@
 [Note: Discrete Gaussian noise under sampling]
 Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step
 without a sample releases Q. One that draws it with probability q releases M = (1 - q) Q + q P. Mixing over the draw of
-the others increases no Renyi divergence. At every whole order a:
+the others increases no Renyi divergence. At whole orders a, both divergences are at most those of the sampled Gaussian.
+Nothing is claimed of other orders, nor of privacy loss distributions.
 - E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l]. The last factor is exp(l (l - 1) |v|^2 /
   (2 s^2)), because l v is in Z^d (Canonne et al., arXiv:2004.00010). So it grows with |v|, as for Gaussian noise.
 - D_a(Q || M) <= D_a(M || Q), as for densities (Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5). The map y ->
@@ -14,8 +15,7 @@ the others increases no Renyi divergence. At every whole order a:
   claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 - b) /
   2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w. The
   first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, and t is larger
-  for the lower interval. So at whole orders the Renyi divergences are at most those of the sampled Gaussian. Nothing is
-  claimed of other orders, nor of privacy loss distributions.
+  for the lower interval.
 """
 
 from __future__ import annotations

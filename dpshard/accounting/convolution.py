@@ -232,7 +232,7 @@ class _Spectrum:
 def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
     """Return a tilt per grid point, a window (first point, length), and an order for the bound above it.
 
-    Any choice is sound. This one takes the best tilt for Renyi divergences whose window is not too long.
+    Any choice is sound: this one is short enough, and near the best tilt for Renyi divergences.
     """
     interval = steps[0][0].interval
     budget = math.log(SLACK * delta)
@@ -263,7 +263,6 @@ def _renyi(steps: Steps, delta: float) -> tuple[float, float]:
 
 
 def _log_moments(steps: Steps, orders: Floats) -> Floats:
-    """Return about log E[exp(order * sum of losses)] for `orders`."""
     total = np.zeros(len(orders))
     for losses, count in steps:
         points, masses = losses.sketch

@@ -112,7 +112,7 @@ def total_cost(spans: Iterable[Span]) -> Counter[Release]:
 
 
 def first_missing(spans: Iterable[Span], run: str, steps: int) -> int | None:
-    """Return the number (from 1) of the first of `steps` steps of `run` without a release, or None."""
+    """Return the first of `steps` steps of `run` without a release, from 1, or None."""
     reached = 0
     for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):
         if span.start <= reached:

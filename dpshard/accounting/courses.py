@@ -9,14 +9,12 @@ docs/accounting.md has the proofs.
 - "balls-in-bins": every sample is in one random step of each epoch, which is a release. With correlated noise it is the
   same step in all epochs, and the run is one release.
 
-Neighbours of the last three are zero-out, because a missing sample would move all later ones.
-
 [Note: Branches of a run]
 A run may go back to an earlier state, and continue with other sums and independent noise. Let D_n be the sensitivity of
-the first n rows. A sample moves the rows on the path to a leaf after n steps by at most D_n. So the tree is one
-Gaussian mechanism with the root of the sum of D_n squared over the leaves. A `Span` begins where a release does not
-follow the last one. So every leaf has one that ends with it or later. In cyclic sampling, a window with rows of k spans
-costs as with sigma / sqrt(k). Window r lies in the steps [r b, (r + 2) b).
+the first n rows. The tree of steps is one Gaussian mechanism with the root of the sum of D_n squared over the leaves
+(docs/accounting.md). A `Span` begins where a release does not follow the last one. So every leaf has one that ends with
+it or later. In cyclic sampling, a window with rows of k spans costs as with sigma / sqrt(k). Window r lies in the steps
+[r b, (r + 2) b).
 """
 
 from __future__ import annotations

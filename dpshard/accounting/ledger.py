@@ -42,7 +42,7 @@ class PrivacyLedger:
         self.steps = 0
         """Index of the next step; `releases` also counts repeated steps."""
         self._spans: list[Span] = []
-        self._own: list[Span] = []  # of the releases made here
+        self._own: list[Span] = []
         self._earlier: Counter[Release] = Counter()  # before any step
         for release, count in earlier:
             self._earlier[release] += count

@@ -65,7 +65,7 @@ def error(release: Release, interval: float) -> float:
 def interval(counts: Counts, delta: float) -> float:
     """Return the grid interval: a fifth of the standard deviation of a step's loss, in limits.
 
-    Any grid gives an upper bound. A finer one takes longer.
+    Any grid gives an upper bound.
     """
     steps = sum(count for _, count in counts)
     deviation = min(_deviation(release, delta / steps) for release, _ in counts)

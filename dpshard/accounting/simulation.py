@@ -16,7 +16,7 @@ What the matrix then lacks to be a covariance is added to its diagonal.
 [Note: What a simulation shows]
 Draw the loss, log A under P' with i = 0, or -log A under Q'. In standard normals, log A has a gradient of norm at most
 l = root of K'_0 / sigma. So P(loss > t) <= 1 - Phi(a) implies P(loss > t + s) <= 1 - Phi(a + s / l) (Borell 1975). The
-mass above the k-th largest of N draws is Beta(k, N - k + 1), and exceeds its quantile with probability `failure` only.
+mass above the k-th largest of N draws is Beta(k, N - k + 1). It exceeds its quantile with probability `failure` only.
 
 SIMULATION_FAILURE covers both directions, all RANKS, and every sigma of a grid, to which sigma is rounded down. So
 sigma may be chosen by the same draws.

@@ -62,7 +62,7 @@ class Head:
         return self._capped(wide(product))
 
     def logits_at(self, hidden_BTD: Tensor, ids_BK: Tensor) -> Logits:
-        """Return logits [B, T, K] of each position for K classes of its sample."""
+        """Return logits [B, T, K] for K classes of each sample."""
         product = hidden_BTD.to(self.dtype) @ self.weight[ids_BK].to(self.dtype).mT
         if self.bias is not None:
             product = product + self.bias[ids_BK].to(self.dtype)[:, None]
@@ -155,7 +155,7 @@ def positions_of(
     """Read the head once, for `hidden` [B, T, D] and labels [B, T].
 
     `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T], or None. A label that is no
-    class has a loss and a gradient of NaN; on a CPU it raises DataError.
+    class gives NaN; on a CPU it raises DataError.
     """
     _refuse_other_labels(labels, len(head.weight))
     dtype = wide(hidden.new_empty(0)).dtype
@@ -223,7 +223,7 @@ def _softmax_but_label(at: Positions, logits: Logits, labels: Tensor, ids_BK: Te
 
 
 def rho_at(at: Positions, head: Head, hidden: Tensor, labels: Tensor, ids_BK: Tensor) -> Tensor:
-    """Return rho [B, T, K] of each position at K classes of its sample."""
+    """Return rho [B, T, K] at K classes of each sample."""
     own = labels[..., None] == ids_BK[:, None]
     shares = _softmax_but_label(at, head.logits_at(hidden, ids_BK), labels, ids_BK)
     if at.label_slope is None:
@@ -232,7 +232,7 @@ def rho_at(at: Positions, head: Head, hidden: Tensor, labels: Tensor, ids_BK: Te
 
 
 def rho(at: Positions, head: Head, hidden: Tensor, labels: Tensor, classes: slice) -> Tensor:
-    """Return rho [B, T, c] of a chunk of classes, by one more product."""
+    """Return rho [B, T, c] of a chunk of classes."""
     own = _own(labels, classes)
     logits = head.logits(hidden, classes)
     shares = logits.times_slopes(logits.values.sub_(at.top[..., None]).exp_().div_(at.total[..., None]))

@@ -160,7 +160,7 @@ def _lookup(log2_cells: int, word: int) -> tuple[NDArray[np.int64], NDArray[np.u
 def _thresholds(bits: int, log2_cells: int) -> list[int]:
     """Return the first `bits` bits of C(0), C(1), ..., up to the first that are all ones.
 
-    U lies in cell k if k thresholds are below its first bits, and none equals them.
+    U lies in cell k if k of them are below its first bits, and none equals them.
     """
     digits = bits // 3 + 30
     while (thresholds := _certain_thresholds(bits, log2_cells, digits)) is None:

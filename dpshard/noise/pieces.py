@@ -100,7 +100,7 @@ def release_short_(
 ) -> None:
     """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
-    Noise is the scaled sum of normals of the successive `keys` of each piece, float64 if `wide`.
+    The noise of a piece is the scaled sum of normals of its successive `keys`, float64 if `wide`.
     """
     if not keys:
         return

@@ -124,10 +124,7 @@ def optimised(bands: int, steps: int, separation: int, workload: Workload, *, in
 
 
 def _descend(function: Callable[[Series], tuple[float, Series]], x: Series) -> Series:
-    """Return a local minimum of a function with a gradient and with kinks.
-
-    L-BFGS stops at kinks, or if its first step is too long. So it begins again, with shorter ones.
-    """
+    """Return a local minimum of a function with a gradient and with kinks, where L-BFGS must begin again."""
     from scipy.optimize import minimize
 
     best, scale = function(x)[0], 1.0

@@ -74,7 +74,7 @@ def load_stream(
     rows_per_unit: int = 1,
     collate_fn: Callable[[list[Any]], Any] | None = None,
 ) -> Iterator[tuple[MicroBatchPlan, Any]]:
-    """For pairs of a step and the samples of its logical batch, yield pairs of a plan and its data.
+    """Yield pairs of a plan and its data, from pairs of a step and the samples of its logical batch.
 
     `plan` returns the micro-batches of a logical batch on this rank; their indices are places in it.
     """
@@ -137,8 +137,8 @@ class _Announced:
 def _padded(data: Any, plan: MicroBatchPlan) -> Any:
     """Fill the collated data of the samples of `plan` up to B samples with copies of the last one.
 
-    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers, also nested. Raises
-    DataError if no part of `data` has a row per sample.
+    Rows are dimension 0 of tensors and arrays, and the items of lists of strings or numbers. Raises DataError if no
+    part of `data` has a row per sample.
     """
     if plan.placement is not None:
         return data

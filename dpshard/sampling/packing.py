@@ -94,7 +94,7 @@ def plan_packed(
 ) -> list[MicroBatchPlan]:
     """Return the micro-batches of `rank`, of at most `micro_batch_size` units, as many on all ranks.
 
-    Every rank packs the units of all ranks, so they need not communicate.
+    Every rank packs the units of all ranks.
     """
     drawn = np.asarray(indices, dtype=np.int64)
     lengths = {int(i): packing.length(dataset, int(i)) for i in drawn}
@@ -239,7 +239,7 @@ def _filling(packing: Packing, name: str) -> int:
 
 
 def packed_tokens(data: Any, plan: MicroBatchPlan) -> PackedTokens:
-    """Return the units of the tokens of a packed micro-batch, as planned."""
+    """Return the units of the tokens of a packed micro-batch."""
     p = plan.placement
     unit_ids = torch.full((p.packing.rows, p.packing.tokens), NO_UNIT, device="cpu")
     for unit, (row, start, n) in enumerate(zip(p.row, p.start, p.length, strict=True)):

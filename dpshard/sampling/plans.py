@@ -140,7 +140,7 @@ class MicroBatchPlan:
         return self.is_padding_on(torch.device("cpu"), self.rows_per_unit)
 
     def is_padding_on(self, device: torch.device, rows_each: int = 1) -> Tensor:
-        """Return `is_padding` with every element `rows_each` times, made on `device`: a copy would wait for it."""
+        """Return `is_padding` with every element `rows_each` times, made on `device`: a copy would wait."""
         if device.type == "cpu" and rows_each == 1:
             return self.is_padding
         return torch.arange(len(self.is_padding) * rows_each, device=device) >= self.samples * rows_each
@@ -159,8 +159,8 @@ def plan_micro_batches(
 ) -> list[MicroBatchPlan]:
     """Return the K micro-batches of `rank`, given the `indices` of the one global draw of `step`.
 
-    K = max(1, ceil(n / (micro_batch_size * world_size))) on every rank. Each index is in one row of one rank; ranks
-    differ by at most one sample. Without `pad`, only an empty micro-batch has a padding row.
+    K = max(1, ceil(n / (micro_batch_size * world_size))). Each index is in one row of one rank; ranks differ by at most
+    one sample. Without `pad`, only an empty micro-batch has a padding row.
     """
     require_micro_batch_size(micro_batch_size)
     if not 0 <= rank < world_size:

@@ -55,10 +55,7 @@ class Stream:
         )
 
     def batches(self, first_step: int) -> Iterator[list[Any]]:
-        """Yield the samples [B] of `first_step` and of every later one.
-
-        Raises DataError if an epoch has fewer or more samples than sample_size.
-        """
+        """Yield the samples [B] of `first_step` and later ones; raise DataError for an epoch of another size."""
         samples = self._samples(first_step * self._batch_size)
         while True:
             yield list(islice(samples, self._batch_size))

@@ -81,7 +81,7 @@ class UnitDataset(KeyedUnits):
         return len(self.ids)
 
     def draw(self, index: int, key: bytes) -> UnitRows:
-        """Return a unit; if it has more than K rows, those drawn by `key`."""
+        """Return a unit; of more than K rows, those drawn by `key`."""
         if not 0 <= index < len(self):
             raise IndexError(f"unit {index} of {len(self)}")
         K, end = self.rows_per_unit, int(self._ends[index])
