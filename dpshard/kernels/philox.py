@@ -2,7 +2,7 @@
 
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
 "Parallel random numbers: as easy as 1, 2, 3". So every device computes equal elements [a, b) without the others, up to
-the last bits of a logarithm and a cosine. It passes statistical tests but is not a cipher.
+the last bits of a logarithm and a cosine. It is not a cipher.
 
 160 bits name a stream: the key, and the upper three words of the counter. Element k lies in half k // HALF % 2 of a
 tile of 2 HALF elements. Both halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the

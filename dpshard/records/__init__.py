@@ -1,7 +1,4 @@
-"""Records: per-sample facts about the gradient of one parameter after one use of it.
-
-Not for users. Begin with `record.py`.
-"""
+"""Records: facts about the gradient of one parameter after one use of it. Begin with `record.py`."""
 
 from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join, small_bytes
 from dpshard.records.convolution import Convolution

@@ -1,4 +1,4 @@
-"""Small records of several parameters as one, because calls would cost more than their arithmetic."""
+"""Small records of several parameters as one, because calls cost more than their arithmetic."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dpshard.records.record import Record
 Small = PerSampleGrad | OuterProduct
 
 _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
-"""Bytes of a small product with its sum; copying it is faster than calls or launches."""
+"""Bytes of a small product with its sum; copying it is faster than calls."""
 _TOGETHER = 2**5
 """Bytes of a bundle over those of the largest small product."""
 
@@ -79,7 +79,7 @@ def bundles(records: Mapping[str, Small]) -> Iterator[Bundle]:
 
 
 def _of_products(products: Mapping[str, OuterProduct]) -> Bundle:
-    """Join weights [G, R, C] of n parameters as one of [n * G, R, C]."""
+    """Join weights [G, R, C] as one [n * G, R, C]."""
     shapes = {name: record.shape for name, record in products.items()}
     # By group, then by sample, as the clipped sum multiplies.
     rows, cols = (

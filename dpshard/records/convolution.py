@@ -23,7 +23,7 @@ from dpshard.records.precision import exact_convolutions
 
 @dataclass(frozen=True, slots=True)
 class Convolution:
-    """Gradient of a kernel [P, C / groups, *kernel]: the sum over positions of output gradient times input window."""
+    """Gradient of a kernel [P, C / groups, *kernel]: sum over positions of output gradient times input window."""
 
     input: Tensor
     """[B, k, C, *space], k images per sample"""
@@ -55,7 +55,7 @@ class Convolution:
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Return True if every window has a position; an adjoint's output padding adds windows."""
+        """Return True if every window has a position; output padding adds windows."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
@@ -76,7 +76,7 @@ class Convolution:
         return gram_bound(product.sum((1, 2, 3)) + hidden(product[0].numel(), product.dtype), scale)
 
     def _gram_of_windows(self) -> Tensor:
-        """Inner products [B, G, T, T] of windows, as sums of products of pixels."""
+        """Inner products [B, G, T, T] of windows, from those of pixels."""
         (B, k), G = self.input.shape[:2], self.groups
         padded = F.pad(wide(self.input), [p for size in reversed(self.padding) for p in (size, size)])
         space, positions = padded.shape[3:], self.gradient.shape[3:]
@@ -118,8 +118,8 @@ class Convolution:
         total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
         if self.size.tiles:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
-        # CPUs are fast at the gradient of a convolution, not at unfolding, so samples become groups. Above the size of
-        # the cache, it takes several times the memory of its inputs.
+        # CPUs are slow at unfolding, so samples become groups of a convolution. Above the size of the cache, it takes
+        # several times the memory of its inputs.
         samples = max(1, _AT_ONCE * len(total) // max(1, sum(x.nbytes for x in (total, self.input, self.gradient))))
         for part, *pair in zip(*(x.split(samples) for x in (total, self.input, self.gradient)), strict=True):
             input, gradient = (wide(x).transpose(0, 1).flatten(1, 2) for x in pair)

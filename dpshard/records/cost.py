@@ -1,4 +1,4 @@
-"""The cheapest exact norm of a product of rows and columns: by Gram matrices, or of the gradient itself.
+"""The cheapest exact norm of a product of rows and columns.
 
 [Note: What a norm costs]
 Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the clipped sum:
@@ -7,8 +7,8 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
     instantiate       2TRC FLOPs, and writing and reading RC numbers, unless they stay in registers
     instantiate, keep the same less 2TRC: the clipped sum reuses the gradients
 
-Gathering the windows of a convolution costs four times as much as a write and a read. For small images, the Gram matrix
-of pixels gives that of windows.
+Gathering windows costs four times as much as a write and a read. For small images, the Gram matrix of pixels gives that
+of windows.
 
 The choice never depends on the clock, so a resumed run rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4,
 choose by memory: ghost where 2 T^2 <= R C.
@@ -25,10 +25,10 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept gradients to the record, in bytes, if they wait for other layers or are summed at once."""
+"""Largest ratios of kept gradients to the record, in bytes: until other layers' norms, or summed at once."""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that stay in a CPU's cache: until an immediate read, or after other layers."""
+"""Bytes that a CPU's cache keeps: until an immediate read, or after other layers."""
 
 _TENSOR_CORES = 8
 """Speed of half-precision kernels over float32 products; not measured."""
@@ -65,7 +65,7 @@ class ProductSize:
     def may_be_kept(self, *, closing: bool) -> bool:
         """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
 
-        With B = 1 the gradient of a layer is as large as its clipped sum.
+        With B = 1 a gradient is as large as its clipped sum.
         """
         times = _KEPT_FOR_NOW if closing else _KEPT_UNTIL_THE_END
         return (closing and self.B == 1) or self.gradient_bytes <= times * self.nbytes
@@ -78,7 +78,7 @@ class ProductSize:
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
         """Return True if the gradient itself gives the norm more cheaply; `kept`: the clipped sum reuses it.
 
-        `closing`: it does so at once. With B = 1 the sum needs the gradient anyway.
+        `closing`: at once. With B = 1 the sum needs it anyway.
         """
         if self.is_long:
             return True
@@ -108,7 +108,7 @@ class ProductSize:
 
     @property
     def gram_by_pixels(self) -> bool:
-        """True if the Gram matrix of pixels is the cheapest way to that of windows, without more memory."""
+        """True if the Gram matrix of pixels is the cheapest, without more memory."""
         return self.pixels**2 <= self.T * self.C and self._by_pixels() < self._by_windows()
 
     def _by_pixels(self) -> int:
@@ -121,7 +121,7 @@ class ProductSize:
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:
-        """FLOPs in the time of one write and two reads of a number; `waits`: the second read comes late."""
+        """FLOPs in the time of one write and two reads of a number; `waits`: the second comes late."""
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:

@@ -1,4 +1,4 @@
-"""Arithmetic on a few numbers per sample: by numpy on the CPU, where it is five times as fast, else by torch.
+"""Arithmetic on a few numbers per sample: on the CPU by numpy, five times as fast as torch.
 
 Both round alike: IEEE 754 defines each operation used here.
 """
@@ -44,8 +44,7 @@ def elementwise(function: Callable[..., Any], *operands: Tensor | float) -> Tens
 def constant(xp: Any, value: float, like: Any) -> Any:
     """Return `value` in the dtype of the array `like`.
 
-    torch computes number / tensor by the reciprocal, which rounds twice and may overflow. A scalar of the CPU needs no
-    launch.
+    torch divides a number by multiplying with the reciprocal, which rounds twice and may overflow.
     """
     return torch.tensor(value, dtype=like.dtype, device="cpu") if xp is torch else like.dtype.type(value)
 

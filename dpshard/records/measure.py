@@ -24,7 +24,7 @@ from dpshard.records.vocabulary import HeadRecord
 
 
 def join(records: Sequence[Record]) -> list[Record]:
-    """Join records of one gradient, to at most one of each kind."""
+    """Join records of one gradient, to one of each kind."""
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
@@ -34,7 +34,7 @@ def join(records: Sequence[Record]) -> list[Record]:
 
 
 def _expanded(records: Sequence[Record]) -> Callable[[Record], Record]:
-    # A tied embedding needs a few rows of a head; any other use needs all.
+    # A tied embedding needs a few rows of a head; others need all.
     tied = sum(isinstance(r, HeadRecord) for r in records) == 1
     tied = tied and all(isinstance(r, HeadRecord | EmbeddingRecord) for r in records)
     kinds = Convolution if tied else (Convolution, HeadRecord)
@@ -75,8 +75,7 @@ def measure(
 ) -> tuple[Tensor, list[Record]]:
     """Return squared norms [B] of the sum of the records' gradients, and records of the same sum.
 
-    With `keep`, an instantiated gradient replaces its record. The cheapest method keeps only gradients that are not
-    much larger, or B = 1 in a `closing` group.
+    With `keep`, an instantiated gradient replaces its record; the cheapest method keeps only those that memory allows.
     """
     joined = join(records)
     if len(joined) == 1:
@@ -156,6 +155,6 @@ def _inner_outer_gather(outer: OuterProduct, gather: EmbeddingRecord) -> Tensor:
     rows_BTV, cols_BTC, values_BtC = wide(outer.rows)[:, 0], wide(outer.cols)[:, 0], gather.read()
     ids = gather.ids.clamp(min=0)
     picked_BTt = rows_BTV.gather(2, ids[:, None, :].expand(-1, rows_BTV.shape[1], -1))
-    # Here both factors are gradients. Underflow in <c_t, v_t'> would grow with a large r_t.
+    # Both factors are gradients. Underflow in <c_t, v_t'> would grow with a large r_t.
     products = (picked_BTt.mT @ cols_BTC) * values_BtC
     return products.sum((1, 2)) + hidden(products[0].numel(), products.dtype)

@@ -43,7 +43,7 @@ def norms(x: Tensor, dims: int = 1) -> Tensor:
     n, dtype = x.shape[dims:].numel(), accum_dtype(x)
     rows, whole = x.reshape(*x.shape[:dims], n), n // _LONG * _LONG
     if whole:
-        # CPUs add squares into few sums, where a large sum swallows small squares.
+        # CPUs add into few sums, where a large sum swallows small squares.
         parts = torch.linalg.vector_norm(rows[..., :whole].unflatten(-1, (-1, _LONG)), dim=-1, dtype=dtype)
         rest = torch.linalg.vector_norm(rows[..., whole:], dim=-1, keepdim=True, dtype=dtype)
         rows = torch.cat((parts, rest), -1)
@@ -110,7 +110,7 @@ def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
 
 
 def sum_floor(scale: Tensor) -> Tensor:
-    """Norms below which rounding may lose a sum of gradients; `scale`: the sum of their norms."""
+    """Norms below which rounding may lose a sum; `scale`: the sum of the norms."""
     return relative_floor(scale.dtype) * scale
 
 

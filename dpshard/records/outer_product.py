@@ -108,8 +108,7 @@ class OuterProduct:
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
     """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
 
-    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the norm of the columns used over that of
-    `cols`.
+    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the columns' norm over that of `cols`.
     """
     # sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap
@@ -122,10 +121,10 @@ def _total(x: Tensor) -> Tensor:
 
 
 def _ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms [B, G] of sum_t rows_t (x) cols_t as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|.
+    """Squared norms [B, G] as sum_{t,t'} <r_t, r_t'> <c_t, c_t'>, and sum_t |r_t| |c_t|, to which rounding is relative.
 
-    Rounding is relative to the second. By symmetry each block of positions meets only itself and, counted twice, the
-    blocks before it. Goodfellow 2015, arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
+    By symmetry each block of positions meets only itself and, counted twice, the blocks before it. Goodfellow 2015,
+    arXiv:1510.01799; Li et al. 2022, arXiv:2110.05679.
     """
     B, G, T, _ = rows.shape
     rows, cols = rows.flatten(0, 1), cols.flatten(0, 1)

@@ -2,8 +2,8 @@
 
 [Note: Why not TF32]
 A clip coefficient bounds a contribution only if the norm and the clipped sum round alike. TF32 keeps 10 bits of each
-factor, but the floors of numerics.py assume 23. A sample with positions that cancel could then contribute several
-thresholds. The user's own forward and backward keep the user's precision.
+factor, but numerics.py assumes 23. A sample with positions that cancel could contribute several thresholds. Forward and
+backward keep the user's precision.
 """
 
 from __future__ import annotations

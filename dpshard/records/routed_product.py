@@ -1,4 +1,4 @@
-"""Records of a weight applied to the rows of all samples in any order, as experts do."""
+"""Records of experts: a weight applied to the rows of all samples in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a table that was read by the rows of all samples in any order."""
+"""Records of a table read by the rows of all samples in any order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records of a vocabulary head that was read in chunks, which compute its logits again."""
+"""Records of a vocabulary head in chunks, which compute its logits again."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class HeadRecord:
         return gram_bound(products, scale_B)
 
     def scale_of_terms(self) -> Tensor:
-        """Sum of the norms [B] of the terms of the gradient, or a little more."""
+        """Sum of the norms [B] of the terms, or a little more."""
         return norms(self.cols, 2).sum(1) * 2**0.5
 
     def _rows(self) -> Iterator[tuple[slice, Tensor]]:

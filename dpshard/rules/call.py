@@ -21,7 +21,7 @@ class BatchAxis:
     adjacent: int = 0
     """Adjacent rows of a sample among B * k. 0: all k ([B, k]); 1: none ([k, B]); K of a unit: [k / K, B, K]."""
     routed: bool = False
-    """True if the data decides the order of rows, so every row counts as a sample."""
+    """True if the data decides the order of rows; each counts as a sample."""
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension in place."""
@@ -67,12 +67,12 @@ class Source:
     transpose_of: Source | None = None
     """Its transpose is this source; records go there."""
     slice_of: tuple[Source, int] | None = None
-    """Source with this as one element along dimension 0, and its index: an expert's weight."""
+    """The weight of all experts, and the number of this one: an element along dimension 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """Makes the records of one use; uses with equal recipes may be recorded as one use of all samples."""
+    """Makes the records of one use; equal recipes may join uses."""
 
     axis: BatchAxis
     batch_size: int
@@ -107,9 +107,7 @@ class Planned:
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
     """From input, weight and bias, cut off from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From output gradient and weight to the input gradient, if other differentiable operands are sources; one autograd
-    node.
-    """
+    """From output gradient and weight to the input gradient, if other differentiable operands are sources."""
 
 
 class Call(Protocol):

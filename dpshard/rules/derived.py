@@ -1,7 +1,7 @@
 """How records of tensors derived only from trainable parameters go back to their roots.
 
-The Jacobian of a derivation does not depend on the samples. Rearranging or selecting elements preserves norms, so only
-the clipped sum goes back. Other derivations take back per-sample gradients, by one vector-Jacobian product each.
+The Jacobian does not depend on the samples. Rearranging or selecting elements preserves norms, so only the clipped sum
+goes back; else the per-sample gradients do, by one vector-Jacobian product each.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ISOMETRIC_NAMES = (
     *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Move or pick elements of one tensor, each at most once. A cast from real numbers to complex ones is not isometric."""
+"""Move or pick elements, each at most once. A cast from real to complex numbers is not isometric."""
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 

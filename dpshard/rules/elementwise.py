@@ -1,4 +1,4 @@
-"""Elementwise functions with a bare parameter, and parameters expanded along the samples (class tokens)."""
+"""Elementwise functions of a bare parameter, and parameters expanded along the samples."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D]. A vector W [D] or a broadcast bias goes by sample."""
+    """Y = x W^T + b with W [P, D] and x [..., D]; a vector W [D] or a broadcast bias goes by sample."""
     broadcasts = bias is not None and call.source(bias) is not None and bias.shape != weight.shape[:1]
     if weight.dim() == 1 or broadcasts:
         return vectorized(call, *call.args, **call.kwargs)
@@ -60,7 +60,7 @@ def rmatmul(call: Call, other: Tensor, input: Tensor) -> Tensor:
 
 @rule(F.bilinear)
 def bilinear(call: Call, input1: Tensor, input2: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """y_p = x1^T W_p x2 + b_p with W [P, D1, D2]: a linear map of the outer product of its inputs."""
+    """y_p = x1^T W_p x2 + b_p with W [P, D1, D2]: a linear map of the inputs' outer product."""
     output = F.bilinear(input1, input2, call.plain(weight), call.plain(bias))
     w, b, axis, B = call.source(weight), call.source(bias), batch_axis(call, input1), call.batch_size
     if batch_axis(call, input2) != axis:
@@ -96,7 +96,7 @@ def _record(
     axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
     gradient = _through_transposed if transposed else _through
     if w is not None and w.transpose_of is not None:
-        # A head tied to an embedding as x @ table.t() joins it without a [V, C] per sample.
+        # A head tied to an embedding joins it without a [V, C] per sample.
         w, transposed = w.transpose_of, not transposed
     recorded, shape = w is not None, None if w is None else w.shape
     whole = recorded and (bias is None or b is not None)

@@ -169,8 +169,7 @@ def _affine(
     """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
 
     `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward normalises again, to save memory.
-    `moments`: None if they are not the input's own. `repeated`: False if `normalize` holds buffers, which calls may
-    replace.
+    `moments`: None if not the input's own. `repeated`: False if `normalize` holds buffers, which calls may replace.
     """
     w, b = call.source(weight), call.source(bias)
     axis = batch_axis(call, input)

@@ -75,8 +75,7 @@ def _bits(head: Head) -> Tensor:
 def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
     """Return `scale_BT` if all of `same` hold; see [Note: A head that was written].
 
-    Otherwise raises LogicalBatchError. Without `wait`, which would stall a device, returns NaN, so the samples are
-    dropped.
+    Otherwise raises LogicalBatchError or, without `wait` for a device, returns NaN, so the samples are dropped.
     """
     if not wait:
         return torch.where(same.all(), scale_BT, torch.nan)

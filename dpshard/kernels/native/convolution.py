@@ -30,8 +30,8 @@ def per_sample_gradients_(
 ) -> Tensor:
     """Fill `gradients` [B, P, C, *kernel], contiguous, and return their squared norms [B].
 
-    All tensors are float32. `images`: the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions]. G
-    groups have P / G channels each; at most three dimensions. Raises ValueError otherwise.
+    `images`: the input [B, k, G * C, *space] and the output gradient [B, k, P, *positions], float32, in at most three
+    dimensions. G groups have P / G channels each. Raises ValueError otherwise.
     """
     return _call(gradients, gradients.shape[1:], images, stride, padding, dilation)
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from dpshard.kernels.native.library import has_tiles, is_unobserved, library, team
 
 _TILE = 8, 16
-"""Sides of a tile with AVX-512; AVX2 has half as many rows. Each column of tiles begins at the diagonal."""
+"""Sides of a tile with AVX-512; AVX2 has half as many rows."""
 
 
 def supports_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
@@ -27,7 +27,7 @@ def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> 
     """Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
     They include what underflow may hide; a group adds at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows [B,
-    G, T, R] and cols [B, G, T, C] are float32 with any strides. Raises ValueError otherwise.
+    G, T, R] and cols [B, G, T, C] are float32. Raises ValueError otherwise.
     """
     function = _ghost_norms if is_unobserved(rows, cols) else _operator
     return function(rows, cols, relative_floor)

@@ -1,4 +1,4 @@
-"""The compiled library: path, signatures, a test of its results, and its threads."""
+"""The compiled library: signatures, a test of its results, and its threads."""
 
 from __future__ import annotations
 
@@ -88,9 +88,9 @@ def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_unobserved(*tensors: torch.Tensor) -> bool:
-    """Return True if a torch operator on `tensors` would only run its function, so that torch can be skipped.
+    """Return True if a torch operator would only run its function, so that torch can be skipped.
 
-    Not so where a mode sees operators, a compiler traces, or tensors are fake.
+    Not so where a mode or compiler sees operators, or tensors are fake.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -136,7 +136,7 @@ def _gomp_parallel() -> int | None:
 class Library:
     """The compiled functions, which do not check arguments.
 
-    Raises OSError if there is no library, AttributeError for another interface.
+    Raises OSError without a library, AttributeError for another interface.
     """
 
     def __init__(self, path: str) -> None:

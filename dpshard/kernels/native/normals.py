@@ -1,4 +1,4 @@
-"""Box and Muller's normals, and their addition to a sum, in compiled code or numpy."""
+"""Box and Muller's normals, and their addition to a sum."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dpshard.kernels.native.library import library, team
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958. The radius takes 31 bits of each of two words, the angle one word, or two in float64.
+    After Box and Muller 1958: 31 bits of each of two words for the radius, one word for the angle, or two in float64.
     Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units, n], of the
     normals' dtype.
     """

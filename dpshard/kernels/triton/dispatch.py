@@ -1,6 +1,6 @@
 """The choice of kernels: it depends only on the device, dtypes and sizes.
 
-Each device's first use compares kernels with torch's results. One that differs switches them off.
+Each device's first use compares kernels with torch. One that differs switches them off.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Noise by the element, in one pass; philox.py defines it. Needs Triton."""
+"""Noise in one pass; philox.py defines it. Needs Triton."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The ghost norm, tile by tile of two symmetric Gram matrices that are never stored. Needs Triton.
+"""The ghost norm, by tiles of two symmetric Gram matrices. Needs Triton.
 
-Each program multiplies one tile of both, for blocks i >= j, and writes the sum, doubled off the diagonal.
+Each program multiplies a tile of both, for blocks i >= j, and writes the sum, doubled off the diagonal.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kernels as operators of torch: fake tensors work, and FLOPs are counted."""
+"""The kernels as operators of torch."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from torch import Tensor
 def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Squared norms of sum_t rows_t (x) cols_t, and sum_t |rows_t| |cols_t|, by group [B, G], float32.
 
-    Squared norms include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one
-    half-precision dtype; see `supports_product`.
+    Squared norms include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have one half-precision
+    dtype; see `supports_product`.
     """
     from dpshard.kernels.triton import gram  # needs Triton
 
@@ -42,7 +42,7 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
     """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
 
-    A factor of 0 leaves the sample out, whatever its gradient: NaN, too.
+    A factor of 0 leaves out even a NaN.
     """
     from dpshard.kernels.triton import product
 

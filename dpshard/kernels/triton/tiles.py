@@ -6,7 +6,7 @@ SMALLEST = 16
 """Least positions, rows or columns for tensor cores."""
 
 MANY = 128
-"""Programs that keep a GPU busy, about. With fewer tiles, Gram matrices fit into the cache, and torch is better."""
+"""Programs that keep a GPU busy, about. With fewer tiles, torch is better."""
 
 
 def ghost_tile(BG: int, T: int) -> int:

@@ -1,7 +1,6 @@
 """Compare the kernels with torch's own results, once on each device. Needs Triton.
 
-A wrong kernel would understate norms, or leave out noise, without a sign. Such errors are far outside of the
-tolerances.
+A wrong kernel would understate norms, or leave out noise, without a sign.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from torch import Tensor
 from dpshard.records.offload.pinned import Cut, Pinned
 
 WINDOW = 2**28
-"""Bytes that leave while their memory is taken, or return ahead of their sums."""
+"""Bytes that leave while their memory is taken, or return early."""
 
 
 class Gpu:
@@ -34,7 +34,7 @@ class Gpu:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return uint8 [nbytes] of the device, in the order of the current stream."""
+        """Return uint8 [nbytes] of the device, in the current stream's order."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
 
     def copy(self, target: Tensor, source: Tensor, stream: Any) -> None:

@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 _SLAB = 2**28
-"""torch rounds pinned memory up to powers of two, so single records would waste a third."""
+"""torch rounds pinned memory up to powers of two, which wastes a third."""
 _ALIGNED = 2**9
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory cut from the front, and used again once all its cuts are let go."""
+    """Memory cut from the front, and used again without cuts."""
 
     memory: Tensor
     """uint8 [n], pinned"""
@@ -46,7 +46,7 @@ class Pinned:
         self._slabs: list[Slab] = []
 
     def cut(self, nbytes: int) -> tuple[Cut, Any]:
-        """Return pinned memory, and the event before which it must not be written."""
+        """Return pinned memory, and the event to await before writing."""
         for slab in self._slabs:
             if slab.cuts == 0:
                 slab.used = 0

@@ -26,7 +26,7 @@ RESERVE = 1 / 8
 
 
 class Offload:
-    """The waiting records of one model. `keep`: "auto", or the GiB that stay on the device."""
+    """The waiting records. `keep`: "auto", or the GiB that stay on the device."""
 
     def __init__(self, keep: float | Literal["auto"], gpu: Callable[[torch.device], Gpu] | None = None) -> None:
         self._keep: float | Literal["auto"] = keep
