@@ -1,8 +1,6 @@
 """Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
-Noise meets a rank's shards in grad_store.py. Ranks with parts of one model: model_parts.py, slices.py, expert_parts.py,
-tensor_parallel.py, stages.py, stage_sums.py, stage_shards.py; model_parallel.py refuses others. May import `clipping`,
-`noise` and below.
+May import `clipping`, `noise` and below.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Back-end for the wrapper of `model`; group and parts declare a model on several ranks."""
+    """Back-end for the wrapper of `model`; the rest declares parts."""
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
     declared: DeclaredParts | None = None

@@ -61,7 +61,7 @@ class Backend:
         return form(self.sharding.core, style, list(self.sharding.parameters), max_grad_norm)
 
     def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
-        """Return the groups with this rank's parameters, and those that span stages."""
+        """Return this rank's groups, and those that span stages."""
         if self.stages is None:
             return tuple(groups), frozenset()
         held = self.sharding.parameters

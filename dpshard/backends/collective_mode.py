@@ -62,7 +62,6 @@ def _is_of(mesh: DeviceMesh, group: ProcessGroup) -> bool:
 
 
 def _sends_rows(func: Any, leaves: list[Any]) -> bool:
-    """Return True for all-to-all, and for whole numbers that nothing adds up on the way."""
     if func.namespace.startswith("_c10d_functional") and func.__name__.startswith("all_to_all_single"):
         return True
     numbers = all(not (x.is_floating_point() or x.is_complex()) for x in leaves if isinstance(x, torch.Tensor))

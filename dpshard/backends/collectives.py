@@ -25,7 +25,7 @@ _meetings: Counter[str] = Counter()
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
-    """Wait for all ranks of `group` to begin a probe, which gathers parameters; BatchLayoutError if they do not."""
+    """Wait until all ranks begin a probe, which gathers parameters; else BatchLayoutError."""
     store = dist.distributed_c10d._get_default_store()
     ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()
     key = f"dpshard/probe/{ranks}/{_meetings[ranks]}"

@@ -68,7 +68,7 @@ class Communicator:
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
     def meet(self) -> None:
-        """Wait until all ranks begin a probe; BatchLayoutError if they do not."""
+        """See meet_for_probe."""
         if self.group is not None:
             meet_for_probe(self.group)
 

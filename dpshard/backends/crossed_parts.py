@@ -1,9 +1,8 @@
 """Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
 
-[Note: Parts of terms] The ranks of one model are a grid: C groups of T. Each group holds the model in parts, and has a
-part of every sequence. So a rank's record is a term of a part of the sample's gradient. Terms over T, of normalisation
-under SequenceParallel, are added first. Then a reduce-scatter over C adds the terms, and leaves each rank a slice.
-Squares of slices add up over C, those of parts over T; the first rank counts what all T hold.
+[Note: Parts of terms] The ranks of one model are a grid: C groups of T. A rank's record is a term of a part of the
+sample's gradient. Terms over T, of normalisation, are added first, then those over C by a reduce-scatter. Squares of
+slices add up over C, those of parts over T; the first rank counts what all T hold.
 """
 
 from __future__ import annotations
@@ -26,10 +25,7 @@ def placed_parts(
     parameters: Mapping[str, Tensor],
     declared: DeclaredParts | None,
 ) -> ModelParts:
-    """Parts of a model of DTensors on `mesh`. `cut`: see ModelParts.
-
-    Raises ConfigurationError unless the user declares only terms of all `parameters`.
-    """
+    """Parts of a model of DTensors; ConfigurationError if the user declares other than terms."""
     if declared is None:
         return ModelParts(mesh.get_group(), device, cut, mesh=mesh)
     if wrong := [kind for kind in declared[1].values() if kind != SUM]:
@@ -42,7 +38,7 @@ def placed_parts(
 
 
 class PartsOfTerms(ModelParts):
-    """The ranks of `mesh`, with parts of a model, and of `terms`, with parts of its samples."""
+    """Ranks of `mesh`, with parts of a model, and of `terms`, with parts of samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, cut: Mapping[str, int], terms: ModelParts) -> None:
         super().__init__(mesh.get_group(), device, cut, mesh=mesh)

@@ -1,8 +1,8 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged as they arrive.
 
-[Note: Reduced or not] A script may bypass DDP's forward (`model.module(x)`), call `no_sync()` around the last
-micro-batch, or run backward late. Then `.grad` holds one rank's sums, W times too large for the noise. Reduced sums are
-bitwise equal on all ranks, so ranks compare the digests of their sums before the noise.
+[Note: Reduced or not] If DDP does not reduce (`model.module(x)`, `no_sync()`, a late backward), `.grad` holds one
+rank's sums, W times too large for the noise. Reduced sums are bitwise equal on all ranks, so ranks compare the digests
+of their sums before the noise.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class _Replicated(Unsharded):
 
 
 class DDPReduction:
-    """The Reduction by DistributedDataParallel; half-precision sums are reduced in float32, after the last backward."""
+    """DDP's own Reduction; half-precision sums are reduced in float32, after the last backward."""
 
     def __init__(
         self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: DotGradStore
@@ -143,7 +143,6 @@ class DDPReduction:
 
 
 def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded) -> None:
-    """Raise ConfigurationError if DDP averages experts' sums, or not those of other parameters."""
     parts = sharding.parts
     assert parts is not None
     ignored = {canonical_name(name) for name in model.parameters_to_ignore}
@@ -158,7 +157,7 @@ def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded)
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError if DDP does not only average gradients."""
+    """Raise ConfigurationError if DDP does not only average."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

@@ -1,9 +1,9 @@
 """Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
-[Note: Rows of other ranks' samples] Each of W ranks has B samples. An expert's records, norms and factors are of all W
-* B, those of other parameters of the rank's own B. A sample's gradient has other elements on each rank, so squared
-norms add up. All ranks get the same factors [W * B]. An expert's clipped sum is complete on its rank; others are
-reduced. Rows that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken for own rows.
+[Note: Rows of other ranks' samples] An expert's records, norms and factors are of all ranks' W * B samples. A sample's
+gradient has other elements on each rank, so squared norms add up, and all ranks get the same factors. An expert's
+clipped sum is complete on its rank. Rows that leave a rank get their samples' numbers plus (rank + 1) * B, lest they
+are taken for own rows.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class ExpertParts(ModelParts):
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """See Exchange: rows leave with numbers below B, and return with others."""
+        """See Exchange."""
         arrived = self._sent(sample_N, received, sent)
         sizes = self.gather(torch.tensor([batch_size], device=self.device)).view(-1)
         if bool((sizes != batch_size).any()):
@@ -109,7 +109,7 @@ class ExpertParts(ModelParts):
 
 
 class ExpertRanks:
-    """All ranks, which share the data and hold experts; ConfigurationError for other groups."""
+    """All ranks share data and hold experts, or ConfigurationError."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         ranks = torch.distributed.get_process_group_ranks

@@ -297,7 +297,7 @@ _ALONE = _references()
 
 
 def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
-    """Return True if a sum can be the gradient as it is, and torch holds it once."""
+    """Return True if a sum can be the gradient, and torch holds it once."""
     return (
         total.dtype is parameter.dtype
         and getattr(total, "_use_count")() == 1  # noqa: B009 - not among the stubs

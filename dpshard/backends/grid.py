@@ -40,7 +40,7 @@ def _differ(x: Tensor) -> bool:
 
 
 def _first(digests: Tensor) -> Tensor:
-    """Return the digests [..., L] of all ranks [..., ranks, L]; LogicalBatchError if they differ."""
+    """Return the digests [..., L] on which all ranks [..., ranks, L] must agree."""
     if _differ(digests.transpose(-1, -2)):
         raise LogicalBatchError(
             "The clipped sums of parameters that every rank of one model holds whole differ between these ranks. "
@@ -58,7 +58,7 @@ def sizes_of(data: Communicator, parts: ModelParts) -> tuple[int, ...]:
 
 
 def places_of(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
-    """Return the sizes of the grid, and all ranks in its order; ConfigurationError without a grid."""
+    """Return the sizes of the grid, and all ranks in its order."""
     sizes = sizes_of(data, parts)
     if math.prod(sizes) != everyone.world_size:
         raise ConfigurationError(

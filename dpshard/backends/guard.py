@@ -165,7 +165,7 @@ class Guard:
         return self._versions(gradient) == noted.versions
 
     def all_thrown_away(self) -> bool:
-        """Return True after zero_grad(); zeros prove nothing, because they may be stand-ins."""
+        """Return True after zero_grad(); zeros may be stand-ins."""
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
@@ -186,7 +186,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; raise LogicalBatchError, later if reading would stall."""
+        """Compare all gradients with their checksums; LogicalBatchError, later if reading would stall."""
         for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
             held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
             names, now_N = checksums(self._bits(held))

@@ -1,7 +1,6 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
-[Note: Parts of a sample] With a part of a sample's gradient, and no declaration (model_parts.py), the sample counts for
-more than R. Four signs:
+[Note: Parts of a sample] With an undeclared part of its gradient, a sample counts for more than R. Four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
@@ -134,7 +133,7 @@ class KnownParts(Protocol):
 
 
 def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
-    """Return a block that refuses forwards that share samples beyond `parts`; see [Note: Parts of a sample]."""
+    """Refuse forwards that share samples beyond `parts`; see [Note: Parts of a sample]."""
     return nullcontext() if processes() == 1 else _watched(parts)
 
 

@@ -1,9 +1,9 @@
 """The ranks that hold the parts of one model. See also [Note: Norms of parts] in clipping/parts.py.
 
-[Note: Two kinds of ranks] Data ranks share the samples of a logical batch; model ranks share the model, and see the
-same samples. Together they are a grid of all ranks. All model ranks add up a norm in one order, so its factor is
-bitwise equal on them. The digest has the sums of all parts, and whole sums once, so the noise is that of one process.
-Whole sums must have one digest on all model ranks: a gradient of only one is in no other norm.
+[Note: Two kinds of ranks] Data ranks share the samples of a logical batch; model ranks share the model. Together they
+are a grid of all ranks. Model ranks add up a norm in one order, so its factor is bitwise equal. The digest has the sums
+of all parts, and whole sums once, so the noise is that of one process. Whole sums must have one digest on all model
+ranks: a gradient of only one is in no other norm.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpshard.records import as_complex, as_real
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Parameters that every rank holds whole, with their gradient, a term of it, or that of its samples."""
+"""Parameters that every rank holds whole, by their gradient: whole, a term, of own samples."""
 
 
 class Place(NamedTuple):
@@ -131,7 +131,7 @@ class ModelParts:
     # --- inputs
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Note the inputs of a forward, the same on all model ranks, unless each has a part of the sequence.
+        """Note the inputs of a forward, unless ranks have parts of the sequence.
 
         Raises ConfigurationError for DTensors, whose placements the checksum would not see.
         """
@@ -151,7 +151,7 @@ class ModelParts:
             self._seen = self._seen * 1_000_003 + (words * places).sum()
 
     def take_inputs(self) -> Tensor:
-        """Return a checksum [1], int64, of the inputs since the last call."""
+        """Return a checksum [1], int64, of inputs since the last call."""
         seen, self._seen = self._seen, torch.zeros_like(self._seen)
         return seen
 
@@ -276,7 +276,7 @@ class ModelParts:
 def kinds_of(
     declared: Mapping[str, int | str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Return (dimension by parameter with parts, parameters of terms) from the declared patterns.
+    """Return (dimension by parameter with parts, parameters of terms).
 
     The first pattern that fits counts. Raises ConfigurationError for other values and undeclared parameters.
     """

@@ -25,7 +25,7 @@ from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
-    """Back-end of a stage; data ranks may have replicas or shards of it."""
+    """Back-end of a stage, or of its replica or shard."""
     modules = list(model.modules())
     sharded = any(isinstance(module, FSDPModule) for module in modules)
     if any(isinstance(module, DistributedDataParallel) and (sharded or module is not model) for module in modules):
@@ -52,7 +52,7 @@ def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
 
 
 class StageSharding(OfStages, Unsharded):
-    """The parameters of one stage; some sums come after backward, so all go to `.grad` directly."""
+    """Parameters of one stage; some sums come after backward, so all go to `.grad` directly."""
 
     accumulates = True
 
@@ -60,7 +60,7 @@ class StageSharding(OfStages, Unsharded):
         return Stages(declared[0], self.device, self.parameters), Grid
 
     def _accumulated(self, name: str, _: object = None) -> None:
-        # Autograd calls this without a gradient too, because sums go to `.grad` directly.
+        # Autograd calls this without a gradient, too.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(
                 f"{name}: a gradient reached it that is not clipped. Use it only in the forward of this stage, and "

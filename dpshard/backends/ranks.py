@@ -13,9 +13,9 @@ T = TypeVar("T")
 
 
 class Ranks:
-    """All processes of the default group, or only this one; all call every method, in one order.
+    """All processes, or only this one; all call every method, in one order.
 
-    Their own CPU group lets a thread use it while training continues.
+    A CPU group of their own lets threads use it.
     """
 
     def __init__(self) -> None:

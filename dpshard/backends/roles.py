@@ -84,5 +84,5 @@ class GradientStore(Protocol):
         ...
 
     def forget(self) -> None:
-        """Forget records and sums outside `.grad`: zero_grad() lets the script start afresh."""
+        """Forget records and sums outside `.grad`."""
         ...

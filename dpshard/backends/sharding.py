@@ -111,7 +111,7 @@ class Sharding(ABC):
 
     @property
     def is_one_call(self) -> bool:
-        """True if one compiled call computes the forward, so all records arrive at once."""
+        """True if all records arrive at once, after one compiled call."""
         return is_compiled(self.outermost) and not any(map(self.unshards, self.core.modules()))
 
     @property
@@ -126,7 +126,7 @@ class Sharding(ABC):
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
     def require_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
-        """Raise ConfigurationError unless a parameter is trainable, and backward can run so often."""
+        """Raise ConfigurationError unless backward can run so often, for a trainable parameter."""
         if not self.parameters:
             raise ConfigurationError(
                 f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Call "
@@ -192,7 +192,7 @@ class Sharding(ABC):
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Return a block without backward; ConfigurationError if ranks share samples in it."""
+        """Return a block without backward; ConfigurationError for shared samples."""
         with self._together(), self.guard_disabled(), whole_samples(self.parts):
             yield
 
@@ -259,10 +259,7 @@ class Unsharded(Sharding):
         self._make_isolated, self._meet = isolated, together
 
     def take_declared(self, declared: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
-        """Take the parameters for parts of a model; return all ranks, and their grid with the `data` ranks.
-
-        Detaches and raises ConfigurationError if they are no grid.
-        """
+        """Take the parameters for parts of a model; return all ranks, and their grid with `data`."""
         everyone = all_ranks(self.device)
         try:
             parts, ranks = self._parts_and_ranks(declared, data)

@@ -1,10 +1,9 @@
 """Slices: how the ranks of one model divide the sums of their terms.
 
-[Note: A reduction in two levels] Under context parallelism a sample's gradient is a sum of the ranks' terms. A
-reduce-scatter over the model's ranks sums it, and leaves each rank a slice. Squares of slices add up. The factor scales
-the slice, and the data ranks sum only slices. Take n elements, C ranks of a model and D data ranks. A rank sends n (1 -
-1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements, as in one reduce-scatter over all. FSDP may shard over all ranks, or over
-the data ranks, whose shards the model's ranks then gather.
+[Note: A reduction in two levels] A reduce-scatter over a model's ranks sums terms, and leaves each rank a slice.
+Squares of slices add up, and the data ranks sum only slices. Take n elements, C ranks of a model and D data ranks. A
+rank sends n (1 - 1/C) + n/C (1 - 1/D) = n (1 - 1/CD) elements, as in one reduce-scatter over all. FSDP may shard over
+all ranks, or over the data ranks, whose shards the model's ranks then gather.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ class Slices:
         return math.prod(shape) if self._rows is None else self._rows(name) * math.prod(shape[1:])
 
     def scatter(self, name: str, terms_B: Tensor) -> Tensor:
-        """Return this rank's slices [B, data ranks * width] of the sums of terms [B, *shape]."""
+        """Return this rank's slices [B, data ranks * width] of summed terms [B, *shape]."""
         batch, shape = len(terms_B), terms_B.shape[1:]
         n, width = self._chunk(name, shape), self.width(name, shape)
         chunks_B = _padded(terms_B.reshape(batch, -1), self._chunks * n).view(batch, self._chunks, n)
@@ -66,7 +65,7 @@ class Slices:
         return chunks.reshape(-1)[: math.prod(shape)].view(tuple(shape))
 
     def joined(self, own: Tensor) -> Tensor:
-        """Slices [ranks, n] of this rank's chunk from its own [n], of any parameters in a row."""
+        """Slices [ranks, n] of this rank's chunk, from its own [n]."""
         return own[None] if self._divided == 1 else self._gathered(own)
 
     def _gathered(self, own: Tensor) -> Tensor:
@@ -80,7 +79,7 @@ def _padded(x: Tensor, size: int) -> Tensor:
 
 
 def crossing(mesh_ranks: Sequence[int], model_ranks: Sequence[int]) -> list[list[int]] | None:
-    """Places in `mesh_ranks` by [model rank][data rank]; None unless the model's ranks are evenly spaced."""
+    """Places by [model rank][data rank]; None unless the model's ranks are evenly spaced."""
     if not set(model_ranks) <= set(mesh_ranks):
         return None
     size, places = len(model_ranks), [mesh_ranks.index(rank) for rank in model_ranks]

@@ -54,7 +54,7 @@ class StageShards(OfStages, FSDP2Sharding):
 
 
 class LateUnits(UnitReduction, LateSums):
-    """Keeps whole sums, and reduces all units after each step of the schedule."""
+    """Reduces all units after each step of the schedule."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """See Reduction."""

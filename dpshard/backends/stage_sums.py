@@ -1,8 +1,8 @@
 """The clipped sums of a pipeline's stage.
 
-[Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch. DDP and FSDP2
-reduce earlier. So the engine sums over the data ranks. It sums replicas once in a logical batch. It sums shards after
-each step of the schedule, because whole sums take memory.
+[Note: Sums of a stage] Groups on several stages are clipped only after all backwards of a micro-batch; DDP and FSDP2
+reduce earlier. So the engine sums replicas once in a logical batch. It sums shards after each step of the schedule,
+because whole sums take memory.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class LateSums(ABC):
     _late_fault: DpshardError | None = None
 
     def begin_late(self) -> None:
-        """Compare earlier sums with their checksums, before later sums make these anew."""
+        """Compare earlier sums with their checksums, which later sums replace."""
         try:
             self._store.compare_bits()
         except LogicalBatchError as error:
@@ -48,7 +48,7 @@ class LateSums(ABC):
         """End a micro-batch; the data ranks call it together."""
 
     def add_later(self, names: Sequence[str], take: Take) -> None:
-        """Take clipped sums after backward; `take_fault` returns an error, because all ranks must learn of it."""
+        """Take sums after backward; `take_fault` returns an error, which all ranks must learn."""
         try:
             self.add(names, take)
         except (LogicalBatchError, UnsupportedParameterError) as error:
@@ -79,7 +79,7 @@ class WholeSums(DirectReduction, LateSums):
         return super().micro_batch(last=last)
 
     def add(self, names: Sequence[str], take: Take) -> None:
-        """Add this replica's sums; LogicalBatchError after `sum_rest`, which would count others twice."""
+        """Add this replica's sums; LogicalBatchError after `sum_rest`."""
         if self._is_summed:
             raise LogicalBatchError(
                 "A backward came after its logical batch was summed over the replicas of the stage. Call "
@@ -105,7 +105,7 @@ class WholeSums(DirectReduction, LateSums):
         self._is_summed = True
 
     def _sum_of(self, name: str, parameter: Tensor) -> Tensor:
-        """Return a parameter's real sum, perhaps zeros: other replicas may have a gradient."""
+        """Zeros too: other replicas may have a gradient."""
         self._store.stand_in(name)
         if parameter.dtype in WIDE:
             assert parameter.grad is not None

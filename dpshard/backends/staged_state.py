@@ -19,9 +19,9 @@ from dpshard.errors import ConfigurationError
 
 
 class StagedState(NamedState):
-    """The TrainingState of one stage; all stages make it together, and `exchange` what they pass.
+    """The TrainingState of one stage, which all make and `exchange` together.
 
-    Raises ConfigurationError, on all ranks, if stages have different tensors of one name.
+    Raises ConfigurationError, on all ranks, for different tensors of one name.
     """
 
     def __init__(
@@ -43,7 +43,6 @@ class StagedState(NamedState):
         return own._replace(groups=joined(self._exchange(list(map(_on_cpu, own.groups)))))
 
     def _require_one_of_each_name(self, model: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless tensors of one name are equal: one would be lost."""
         count = Counter(name for names in self._exchange(list(model)) for name in names)
         own = {(name, _place(model[name])): _digest(model[name]) for name in model if count[name] > 1}
         everyone: list[Any] = [None] * dist.get_world_size()
@@ -62,7 +61,7 @@ class StagedState(NamedState):
 
 
 def joined(stages: Sequence[Groups]) -> Groups:
-    """Return parameter groups of all stages; those of different stages with equal settings are one."""
+    """Return all stages' parameter groups; equal settings are one."""
     found: Groups = []
     for groups in stages:
         others = list(found)

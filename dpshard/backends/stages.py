@@ -1,9 +1,8 @@
 """Stages of a pipeline: each rank of a group holds other layers of one model.
 
-[Note: Stages] Stages share one secret, one draw, one ledger, and the clipping groups of the whole model, so one R. A
-group within a stage is clipped in the backward of each chunk. A group on several stages keeps its records until the
-schedule's step is done; then stages add up norms. Parameters have names of their own on every stage, since noise is
-keyed by them. Stages compare checksums before the release: all must have run the same chunks of the same draw.
+[Note: Stages] See docs/model-parallel.md. Stages share one secret, draw, ledger and R. A group on several stages keeps
+its records until the schedule's step is done; then stages add up norms. Names are unique, since noise is keyed by them.
+Stages compare checksums before the release: all must have run the same chunks of the same draw.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ STAGE = "stage"
 
 
 def are_stages(declared: Mapping[str, Any]) -> bool:
-    """Return True if the user declares stages; ConfigurationError if only some parameters are of a stage."""
+    """Return True for stages; ConfigurationError if other parameters are beside them."""
     kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
@@ -43,7 +42,7 @@ def are_stages(declared: Mapping[str, Any]) -> bool:
 class Stages(ModelParts):
     """The ranks of one pipeline, which make it together.
 
-    Raises ConfigurationError, on all ranks, for a stage without trainable parameters, and for two of one name.
+    Raises ConfigurationError, on all ranks, without trainable parameters, and for two of one name.
     """
 
     meets = False
@@ -58,7 +57,7 @@ class Stages(ModelParts):
         self._chunks = 0  # checksum since the last release
         own = [(name, list(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
         self.everywhere: list[tuple[str, tuple[int, ...], str, bool]] = []
-        """Name, shape, dtype and whether it is complex, of every trainable parameter, in the order of stages."""
+        """Name, shape, dtype, is complex: of all trainable parameters."""
         self._owner: dict[str, int] = {}
         for rank, some in enumerate(self.exchange(own)):
             if not some:
@@ -104,7 +103,7 @@ class Stages(ModelParts):
     def partition(
         self, model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
     ) -> tuple[ClippingGroup, ...]:
-        """Return the groups of the whole model; those of one label on several stages are one.
+        """Return the groups of the whole model; equal labels are one.
 
         Raises ConfigurationError on all ranks.
         """
@@ -134,7 +133,7 @@ class Stages(ModelParts):
         self._chunks = (self._chunks + int.from_bytes(digest[:7], "little")) % (1 << 62)
 
     def take_inputs(self) -> Tensor:
-        """Return a checksum [1], int64, of the chunks since the last call."""
+        """Return a checksum [1], int64, of chunks since the last call."""
         seen, self._chunks = self._chunks, 0
         return torch.tensor([seen], device=self.device)
 

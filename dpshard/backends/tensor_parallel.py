@@ -27,7 +27,7 @@ _PLACED = (
 
 
 def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Backend:
-    """Back-end of a model after `parallelize_module`; `declared`: ranks with parts of samples."""
+    """Back-end of a model after `parallelize_module`."""
     parts = parts_of({canonical_name(name): p for name, p in model.named_parameters()}, declared)
     data, everyone = Communicator(), all_ranks(parts.device)
     sharding = PlacedSharding(model, parts=parts, together=everyone.meet)
@@ -42,7 +42,7 @@ def tensor_parallel_backend(model: nn.Module, declared: DeclaredParts | None = N
 
 
 def parts_of(placed: Mapping[str, Any], declared: DeclaredParts | None = None) -> ModelParts:
-    """Parts of a model of DTensors on one mesh, and whole plain tensors; ConfigurationError for others."""
+    """Parts of a model of DTensors on one mesh, and whole tensors."""
     meshes: list[DeviceMesh] = []
     cut: dict[str, int] = {}
     for name, p in placed.items():
@@ -76,7 +76,7 @@ class PlacedSharding(Unsharded):
         return {name: p.shape for name, p in self.parameters.items()}
 
     def _accumulated(self, name: str, _: object = None) -> None:
-        # Autograd calls this without a gradient too, because sums go to `.grad` directly.
+        # Autograd calls this without a gradient, too.
         if not self.guard.is_untouched(name):
             raise UnsupportedParameterError(f"{name}: a gradient reached it that is not clipped.")
 

@@ -47,10 +47,10 @@ class TrainingState(Protocol):
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
-        """Return a block that reads a checkpoint into a snapshot's tensors, and installs it at the end.
+        """Return a block that reads a checkpoint, described by name in `saved`, into a snapshot.
 
-        `saved` describes the checkpoint, by name. If the block raises before it changes a tensor, nothing has changed.
-        Raises CheckpointError for the state of another optimizer.
+        It is installed at the end. Nothing has changed if the block raises first. Raises CheckpointError for the state
+        of another optimizer.
         """
         ...
 

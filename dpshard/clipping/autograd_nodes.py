@@ -1,15 +1,12 @@
 """The autograd nodes that bring records to the tape, and clipped sums to the parameters, in one backward pass.
 
-[Note: Anchor, slot, tap]
+[Note: Anchor, slot, tap] docs/architecture.md draws them.
 
     parameters --> Anchor (1 a group)   --token--> Tap (on an output) --> rest of the forward
     parameters --> Anchor   --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
-A tap hands the output gradient and the kept tensors to the tape. Autograd runs an anchor after all its taps; it returns
-the clipped sums as gradients. Rules see detached parameters, so only anchors give parameters gradients. A compiled
-region cannot reach the tape: its taps return records as gradients of a slot's dummies.
-
-Tokens have gradients on GPUs: without one, an anchor's stream does not wait for its taps', or another thread runs it.
+Rules see detached parameters, so only anchors give parameters gradients. Tokens have gradients on GPUs: without one, an
+anchor's stream does not wait for its taps', or another thread runs it.
 """
 
 from __future__ import annotations
@@ -72,7 +69,7 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
 
-    `close` gets which parameters the pass reaches; None in torch.autograd.grad of one.
+    `close` gets which parameters the pass reaches; None in torch.autograd.grad.
     """
 
     @staticmethod
@@ -160,10 +157,7 @@ def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor]
 
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
-    """`output` -> itself; backward: `arrive` gets the kept tensors and the gradient.
-
-    `tensors`: `count` to save, then those with edges.
-    """
+    """`output` -> itself; `tensors`: `count` to save, then those with edges."""
 
     @staticmethod
     def forward(

@@ -1,7 +1,7 @@
 """Selective activation checkpointing.
 
-[Note: Selective checkpointing] The n-th call of an operator in the recomputation returns its n-th kept output. So both
-must run the same operators. Tokens serve several uses: `unseen()` hides their operators.
+[Note: Selective checkpointing] It pairs the n-th calls of operators in forward and recomputation. Tokens serve several
+uses: `unseen()` hides their operators.
 """
 
 from __future__ import annotations

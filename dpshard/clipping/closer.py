@@ -16,7 +16,7 @@ from dpshard.clipping.uses import Use
 
 
 class Closer:
-    """The groups of one tape, and the uses that wait for them."""
+    """Groups of one tape, and uses that wait."""
 
     def __init__(self, scheme: Scheme, is_padding_B: Tensor | None, loss_scale: float) -> None:
         self._scheme, self._is_padding_B, self._loss_scale = scheme, is_padding_B, loss_scale
@@ -34,7 +34,7 @@ class Closer:
     # --- records arrive
 
     def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Return True if uses of one row wait; see [Note: Uses with equal recipes]."""
+        """Return True if uses wait; see [Note: Uses with equal recipes]."""
         scheme = self._scheme
         if not scheme.joining:
             return False

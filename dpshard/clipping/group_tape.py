@@ -232,7 +232,7 @@ class GroupTape:
         self._bundles = [replace(bundle, record=memory.of(bundle.record)) for bundle in self._bundles]
 
     def clip(self, sum_weight_B: Tensor, nonfinite_B: Tensor | None) -> None:
-        """Set the coefficients times `Tape.scale_B`, and the mask of samples without a finite norm."""
+        """Set factors of recorded gradients, and samples without a finite norm."""
         self.sum_weight_B, self._nonfinite_B = sum_weight_B, nonfinite_B
         if self._offload is not None:
             self._offload.expect([waiting for entries in self._waiting.values() for _, waiting in entries])

@@ -1,12 +1,9 @@
 """How one model is clipped: its groups, thresholds and anchors.
 
-[Note: Shared anchors] An anchor, and the closing of a group, cost hundreds of Python calls. So consecutive groups share
-an anchor while their clipped sums are `WAITING` bytes at most. Groups whose uses all wait for equal ones close
-together, others at their last record. On a GPU these wait for each other up to `COMPLETE` bytes, to share launches. A
-group that backward reaches in part waits for its anchor.
-
-Three kinds of groups keep their own anchors. Ranks with parts of a model must meet in each group, in one order.
-Offloaded records are fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
+[Note: Shared anchors] An anchor costs hundreds of Python calls. So consecutive groups share one, for `WAITING` bytes of
+clipped sums at most. On a GPU complete groups wait for each other up to `COMPLETE` bytes, to share launches. Three
+kinds keep their own anchors. Ranks with parts of a model must meet in each group, in one order. Offloaded records are
+fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
 """
 
 from __future__ import annotations

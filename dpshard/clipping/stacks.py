@@ -1,8 +1,7 @@
 """Small uses of parameters that are recorded together.
 
-[Note: Uses with equal recipes] The calls (on GPUs: launches) for a small use cost more than its arithmetic. So its
-tensors wait until its group closes. Then all uses with equal recipes and sizes become one. A write in the meantime is
-refused, although it breaks no bound: norm and sum both see it.
+[Note: Uses with equal recipes] A small use waits until its group closes; uses with equal recipes and sizes become one.
+A write in the meantime is refused, although it breaks no bound: norm and sum both see it.
 """
 
 from __future__ import annotations
@@ -117,7 +116,7 @@ class Stacks:
         return stacks, [(row.uses[0], row.tensors) for row in alone]
 
     def _divide(self, rows: list[_Row], groups: Collection[int], dim: int) -> tuple[list[_Row], list[_Row]]:
-        """Split `rows` by their parameters: all in `groups`, some, or none, which stay."""
+        """Split `rows`: parameters all in `groups`, some, or none, which stay."""
         inside: list[_Row] = []
         across: list[_Row] = []
         outside: list[_Row] = []

@@ -1,7 +1,6 @@
 """The tape: from per-sample records to clipped sums, within one backward pass.
 
-All forwards of a micro-batch share a tape: a sample has one gradient and one coefficient. Groups close, and free their
-records, early, because autograd runs younger anchors first.
+All forwards of a micro-batch share a tape: a sample has one gradient and one coefficient.
 """
 
 from __future__ import annotations

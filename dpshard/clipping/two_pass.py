@@ -1,10 +1,7 @@
 """Two backward passes through the model per backward of the loss: norms, then clipped sums.
 
-[Note: Two passes] When `loss.backward()` reaches the cut-off output, the inner graph runs twice with the same gradient.
-The first pass, up to the anchors' tokens, measures the records. The second, to the parameters, weights them. The
-factors act on the records, so the loss may be any function. Both passes must compute the same gradients. So they draw
-the same random numbers, and no hook may write their first gradients. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer
-2020.
+[Note: Two passes] See docs/architecture.md. Both passes must compute the same gradients. So they draw the same random
+numbers, and no hook may write their first gradients. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
 """
 
 from __future__ import annotations

@@ -253,7 +253,7 @@ class Collector:
         return value
 
     def begin_release(self, step: int) -> bool:
-        """Return True if there is something to release, perhaps an empty batch; False if it is private already.
+        """Return True if there is something to release; False if it is private already.
 
         Raises LogicalBatchError for a half-finished logical batch, older gradients, or another step's batch.
         """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
 NoteRelease = Callable[[int, bytes], Callable[[], object]]
-"""Takes step and identity before a release; its result is called before the release ends."""
+"""Takes step and identity before a release, and returns what to call before its end."""
 
 
 class Internals:

@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def untrained(self) -> bool:
-        """True if no backward came, so other ranks may wait in one; a schedule has ended on all."""
+        """True if other ranks may wait in a backward; a schedule has ended on all."""
         return not self.chunks and (self.tape is None or self.tape.forwards.untrained)
 
 

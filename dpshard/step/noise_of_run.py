@@ -29,7 +29,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseOfRun:
-    """Noise as a function of run secret, step and sums; of the path's sums if steps compose to one release."""
+    """Noise by run secret, step and sums, or the path's sums if steps compose to one release."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism

@@ -1,7 +1,7 @@
 """Check the samples of a run's batches.
 
-In a fixed order, content identifies samples of streams and own loops ([Note: Participation] in
-sampling/participation.py), an index all others. A run has one kind of source: another could repeat samples too early.
+In a fixed order, content identifies samples of streams and own loops, an index all others ([Note: Participation] in
+sampling/participation.py). Another kind of source could repeat samples too early.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def sampler_of(mechanism: Mechanism, secret: bytes) -> Sampler:
 
 
 class OrderOfRun:
-    """Draws or reads a run's samples; in a fixed order, checks which take part."""
+    """The samples of a run; in a fixed order, it checks which take part."""
 
     def __init__(self, mechanism: Mechanism, ranks: Communicator) -> None:
         self._mechanism, self._ranks = mechanism, ranks
@@ -151,7 +151,7 @@ class OrderOfRun:
     def begin_release(self, step: int, *, own: bool) -> None:
         """Check the samples of the logical batch; `own`: the script fed it.
 
-        Raises LogicalBatchError for a loop without account, DataError for another batch size, or samples too early.
+        Raises LogicalBatchError for an unaccountable loop, DataError for another batch size, or samples too early.
         """
         if own:
             refuse_own_loop(self._mechanism.sampling)

@@ -1,5 +1,4 @@
 """DeepSpeed's ZeRO stages 1, 2 and 3 as a back-end. Begin with the note in `backend.py`.
 
-Imports nothing: `config.py` and `linear.py` run without DeepSpeed. `partitions.py`, `stage3.py`: parameters.
-`gradients.py`, `reducer.py`: sums. `state.py`, `flat_shard.py`: checkpoints.
+Imports nothing: `config.py` and `linear.py` run without DeepSpeed.
 """

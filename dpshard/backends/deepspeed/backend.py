@@ -1,9 +1,8 @@
 """DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one per rank.
 
-[Note: What reaches DeepSpeed] Anchors differentiate dummies, so in a private backward no gradient reaches a parameter.
-Any other gradient is a leak, and raises. Clipped sums are summed over ranks into accumulators laid out like the
-partitions. At the inner optimizer's step the noised and divided accumulator becomes the partition's gradient. Without
-privatization a step has no gradient.
+[Note: What reaches DeepSpeed] Anchors differentiate dummies, so any gradient of a parameter is a leak, and raises.
+Clipped sums are summed over ranks into accumulators laid out like the partitions. At the inner optimizer's step the
+noised and divided accumulator becomes the partition's gradient. Without privatization there is none.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from dpshard.backends.deepspeed.sharding import ZeroSharding
 
 
 def deepspeed_backend(model_engine: Any) -> Backend:
-    """Back-end of a model engine; ConfigurationError for settings that are not private or exact."""
+    """Back-end of a model engine."""
     stage = refuse_unsupported(model_engine)
     sharding = ZeroSharding(model_engine, stage)
     communicator, reducer = sharding.communicator, reducer_of(sharding, stage)

@@ -40,7 +40,7 @@ def boxes(start: int, length: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 class Piece(Tensor):
-    """Flat `elements` [n] of a tensor of `shape`, from `start` on, for torch.distributed.checkpoint only."""
+    """Flat `elements` [n] of a tensor of `shape`, from `start` on."""
 
     elements: Tensor
     start: int

@@ -21,7 +21,7 @@ from dpshard.noise.keyed import SumShard
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Reducer of a model; late in stage 1, where ranks have whole gradients anyway."""
+    """Reducer of a model; late in stage 1, which has whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -160,7 +160,7 @@ class PartitionStore:
 
 
 def _keep_from_reducing(model_engine: Any) -> Iterator[Callable[[], object]]:
-    """Stop DeepSpeed from reducing gradients that never come: an empty bucket fails. Yield functions that undo it."""
+    """DeepSpeed fails on an empty bucket; yield functions that undo it."""
     zero = model_engine.optimizer
     if hasattr(zero, "reduce_ipg_grads"):
         # Compiled backwards run hooks of parameters without a gradient, too.

@@ -1,8 +1,8 @@
-"""Where DeepSpeed keeps each parameter's fp32 master copy: elements, rank, flat tensor.
+"""Where DeepSpeed keeps each parameter's fp32 master copy.
 
-A ZeRO optimizer steps on flat fp32 partitions ("masters"). Stages 1 and 2 concatenate the parameters of a param group
-and cut the result into W equal partitions, anywhere. Stage 3 cuts every parameter into W equal chunks, the last ones
-padded, and concatenates a rank's chunks. The layout is private, so every fragment is compared with its parameter.
+Stages 1 and 2 concatenate the parameters of a param group and cut the result into W equal partitions, anywhere. Stage 3
+cuts every parameter into W equal chunks, the last ones padded, and concatenates a rank's chunks. The layout is private,
+so every fragment is compared with its parameter.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ZeroLayout:
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """Layout of the parameters with `names`, from DeepSpeed's optimizer wrapper; ConfigurationError if not proved."""
+    """Layout of the parameters with `names`; ConfigurationError if not proved."""
     try:
         stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
         found = list(_stage_3(zero, rank) if stage_3 else _flattened(zero, rank))

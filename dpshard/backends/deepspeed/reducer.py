@@ -1,8 +1,8 @@
 """Sums clipped sums over ranks, directly into each rank's fragments.
 
-[Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype, averages them over ranks, and
-divides by the accumulation steps. At stage 3 it re-applies a stale gradient of an unused parameter. So it gets clipped
-sums only with their noise. This module sums them, in float32 or wider.
+[Note: Why DeepSpeed does not reduce] DeepSpeed rounds gradients to the parameter's dtype, averages them, and divides by
+the accumulation steps. At stage 3 it re-applies a stale gradient of an unused parameter. So it gets clipped sums only
+with their noise.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Reducer:
             self._launch()
 
     def finish(self) -> None:
-        """End a backward pass: reduce the rest, missing sums as zeros, and wait."""
+        """End a backward pass: reduce the rest, and wait."""
         self._arrived.clear()
         self.passes += 1
         if not self.late:
@@ -112,14 +112,14 @@ class Reducer:
         self._totals.clear()
 
     def take(self) -> dict[int, Tensor]:
-        """Return the summed fragments by id of the master; start again at zero."""
+        """Return the summed fragments by id of the master; restart at zero."""
         for name in self.shapes:
             self.fragment(name)
         totals, self._totals = self._totals, {}
         return totals
 
     def fragment(self, name: str, totals: dict[int, Tensor] | None = None) -> Tensor:
-        """Return this rank's fragment [length] of a sum, or of `totals`, as a view."""
+        """Return this rank's view [length] of a sum."""
         totals = self._totals if totals is None else totals
         place, shape = self.layout.fragments[name], self.shapes[name]
         if id(place.master) not in totals:
@@ -135,7 +135,7 @@ class Reducer:
         names, chunks = self._buckets[self._next], self.layout.chunks
         self._next += 1
         if chunks is None:
-            # Partitions end anywhere in a bucket, so a reduce-scatter would be mostly padding.
+            # A reduce-scatter would be mostly padding.
             full = result = torch.cat([self._whole(name) for name in names])
             work = dist.all_reduce(full, group=self.group, async_op=True)
         else:

@@ -47,7 +47,7 @@ class ZeroState:
         return self.zero.optimizer
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; CheckpointError for state with neither one value per element nor one in all."""
+        """See TrainingState; CheckpointError for state neither by element nor single."""
         remembered: dict[str, dict[str, Any]] = {}
         for name, place in self.layout.fragments.items():
             for key, value in self._optimizer.state.get(place.master, {}).items():
@@ -127,7 +127,6 @@ class ZeroState:
             )
 
     def _partitions(self, described: _Described) -> dict[int, dict[str, Any]]:
-        """Return tensors to read optimizer state into, by id of the master."""
         kinds: dict[str, list[bool]] = {}
         for name in self.shapes:
             for key, item in described.get(name, {}).items():

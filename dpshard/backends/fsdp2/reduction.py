@@ -1,7 +1,7 @@
 """From clipped sums to shards, instead of FSDP2's own reduction.
 
-[Note: From clipped sums to shards] Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The
-clipped sums of a unit, which FSDP gathers and frees together, fill one bucket for one reduce-scatter during backward.
+[Note: From clipped sums to shards] The clipped sums of a unit, which FSDP gathers and frees together, fill one bucket
+for one reduce-scatter during backward.
 - Ranks are summed, never averaged: the sensitivity is that of the sum.
 - Buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does.
 - All ranks reduce all units in one fixed order, also units with layers that did not run here.
@@ -53,7 +53,7 @@ class UnitReduction:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._at_end = {unit for unit in sharding.units if unit.take_unused(flag=False)}
-        """Units whose parameters ranks may use differently; with any, all are reduced at the end."""
+        """Units whose parameters ranks may use differently."""
         self._pass: _Pass | None = None
 
     def _is_sliced(self, name: str) -> bool:
@@ -228,7 +228,7 @@ class UnitReduction:
 
 
 def _add_chunks(rows: Tensor, total: Tensor, rows_per_rank: int) -> None:
-    """Add a whole sum to a bucket [ranks, columns]: shard r of dimension 0 to row r."""
+    """Add shard r of dimension 0 to row r of a bucket [ranks, columns]."""
     full = total.shape[0] // rows_per_rank
     rows[:full] += total[: full * rows_per_rank].reshape(full, rows.shape[1])
     rest = total[full * rows_per_rank :]

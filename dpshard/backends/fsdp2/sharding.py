@@ -136,7 +136,7 @@ class FSDP2Sharding(Sharding):
         return self.parameters.get(name) is parameter or parameter in self._seen
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """See Sharding: several tensors, if FSDP sharded a parameter in each module."""
+        """See Sharding; FSDP may shard a parameter in several modules."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     def _accumulated(self, name: str, _: object = None) -> None:

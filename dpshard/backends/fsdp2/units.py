@@ -37,7 +37,7 @@ class Unit:
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def take_unused(self, *, flag: bool) -> bool:
-        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return the setting before."""
+        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return what was."""
         groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
         before = any(group.reduce_scatter_unused_params for group in groups)
         for group in groups:
@@ -58,10 +58,7 @@ def _groups(module: nn.Module) -> list[Any]:
 def mesh_of(
     model: nn.Module, parameters: Mapping[str, nn.Parameter]
 ) -> tuple[DeviceMesh, int, dict[str, tuple[DeviceMesh, Any]]]:
-    """Return FSDP's mesh, its dimension that shards, and tensor parallelism's mesh and placement by parameter.
-
-    Raises ConfigurationError for unsupported placements.
-    """
+    """Return FSDP's mesh, its sharded dimension, and tensor parallelism's mesh and placements."""
     whole = [name for name, p in parameters.items() if not isinstance(p, DTensor)]
     if whole:
         raise ConfigurationError(
