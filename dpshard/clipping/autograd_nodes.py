@@ -5,7 +5,7 @@
     parameters --> Anchor (1 a group)   --token--> Tap (on an output) --> rest of the forward
     parameters --> Anchor   --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
-Rules see detached parameters, so only anchors give parameters gradients. Tokens have gradients on GPUs: without one, an
+Rules see detached parameters, so only anchors give parameters gradients. Tokens have gradients on GPUs. Without one, an
 anchor's stream does not wait for its taps', or another thread runs it.
 """
 

@@ -2,7 +2,7 @@
 
 [Note: What reaches DeepSpeed] Anchors differentiate dummies, so any gradient of a parameter is a leak, and raises.
 Clipped sums are summed over ranks into accumulators laid out like the partitions. At the inner optimizer's step the
-noised and divided accumulator becomes the partition's gradient. Without privatization there is none.
+noised and divided accumulator becomes the partition's gradient. Without privatization it has none.
 """
 
 from __future__ import annotations
