@@ -117,7 +117,6 @@ class Backend:
         return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        """Return column maxima, except of the faults, column 0, which raise."""
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()

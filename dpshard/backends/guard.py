@@ -181,7 +181,7 @@ class Guard:
             self.compare_bits()
 
     def begin(self) -> None:
-        """Compare all gradients at the start of a backward pass."""
+        """Begin a backward pass."""
         self._at_once = self._hooked()
         self.compare_bits()
 

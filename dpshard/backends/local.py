@@ -39,7 +39,7 @@ class NoReduction:
         self._store = store
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Add the sums to `.grad`; None keeps autograd away."""
+        """Add the sums to `.grad`; return None for each, because autograd must bring none there."""
         self._store.begins(lambda: None)
         self.add(names, take)
         return [None] * len(names)

@@ -119,7 +119,7 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 class KnownParts(Protocol):
-    """The ranks that hold the parts of one model."""
+    """See ModelParts."""
 
     group: dist.ProcessGroup
     mesh: Any

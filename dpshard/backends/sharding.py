@@ -126,7 +126,7 @@ class Sharding(ABC):
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
     def require_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
-        """Raise ConfigurationError unless backward can run so often, for a trainable parameter."""
+        """Raise ConfigurationError unless a parameter is trainable, and backward can run so often."""
         if not self.parameters:
             raise ConfigurationError(
                 f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Call "

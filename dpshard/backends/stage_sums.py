@@ -105,7 +105,7 @@ class WholeSums(DirectReduction, LateSums):
         self._is_summed = True
 
     def _sum_of(self, name: str, parameter: Tensor) -> Tensor:
-        """Zeros too: other replicas may have a gradient."""
+        """Return a parameter's sum, also zeros: other replicas may have a gradient."""
         self._store.stand_in(name)
         if parameter.dtype in WIDE:
             assert parameter.grad is not None

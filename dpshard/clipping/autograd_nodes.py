@@ -147,7 +147,7 @@ Arrive = Callable[[Sequence[Tensor | None]], None]
 
 
 def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor], g: Tensor) -> None:
-    """Unless the pass needs no gradient of a parameter."""
+    """Call `ctx.arrive`, unless the pass needs no gradient of a parameter."""
     for node, _ in ends:
         if node is not None and torch._C._will_engine_execute_node(node):
             with in_full_precision(g.device):

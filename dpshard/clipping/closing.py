@@ -133,7 +133,7 @@ class HasSums(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class ClippedSums:
-    """The clipped sums of one anchor, over all samples."""
+    """The clipped sums of one anchor."""
 
     names: Sequence[str]
     tapes: Sequence[HasSums]

@@ -81,7 +81,7 @@ class BatchMetrics:
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by all ranks', in one order of `labels`; `stack` gathers vectors."""
+        """Replace the figures by all ranks', in one order of `labels`; `stack` gathers vectors as rows."""
         groups_MF = self._totals(labels)
         seen_M1 = groups_MF.new_ones(len(labels), 1)
         for i, label in enumerate(labels):

@@ -33,7 +33,7 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def refuse_unsupported(model_engine: Any) -> int:
-    """ZeRO stage (1, 2 or 3); ConfigurationError for settings not proved."""
+    """ZeRO stage (1, 2 or 3); ConfigurationError for settings that are not private or exact."""
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(

@@ -160,7 +160,7 @@ class PartitionStore:
 
 
 def _keep_from_reducing(model_engine: Any) -> Iterator[Callable[[], object]]:
-    """DeepSpeed fails on an empty bucket; yield functions that undo it."""
+    """Keep DeepSpeed from reducing, which fails on an empty bucket; yield functions that undo it."""
     zero = model_engine.optimizer
     if hasattr(zero, "reduce_ipg_grads"):
         # Compiled backwards run hooks of parameters without a gradient, too.
