@@ -33,7 +33,7 @@ def _convolution_norms(shape: Any, images: Any, *_: Any, **__: Any) -> int:
 
 
 @register_flop_formula(_ops.ghost_norm_sq)
-def _triton_ghost_norms(rows: Any, cols: Any, **_: Any) -> int:
+def _triton_ghost_norms(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
     (B, G, T, R), C = rows, cols[3]
     tile = ghost_tile(B * G, T)
     return 2 * B * G * triangle(T, tile) * tile * tile * (R + C)
@@ -43,3 +43,8 @@ def _triton_ghost_norms(rows: Any, cols: Any, **_: Any) -> int:
 def _triton_products(rows: Any, cols: Any, *_: Any, **__: Any) -> int:
     B, G, T, R = rows
     return 2 * B * G * T * R * cols[3]
+
+
+@register_flop_formula(_ops.weighted_rows)
+def _triton_rows(x: Any, *_: Any, **__: Any) -> int:
+    return 2 * math.prod(x)

@@ -50,7 +50,7 @@ class OuterProduct:
             return self._floored(self.instantiated()[1])
         B, G, T, _ = self.rows.shape
         if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
-            return _total(gram_bound(*triton.ghost_norm_sq(self.rows, self.cols)))
+            return triton.ghost_norm_sq(self.rows, self.cols, relative_floor(torch.float32))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:
             return (norms(rows, 2) * norms(cols, 2)).square().sum(1) + hidden(G, rows.dtype)

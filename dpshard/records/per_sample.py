@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from dpshard.config import NormMethod
+from dpshard.kernels import triton
 from dpshard.records.host import is_at_hand, short_norm_sq
 from dpshard.records.numerics import as_real, flat, norms, wide, zero_rows
 
@@ -19,6 +20,8 @@ class PerSampleGrad:
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """See record.py."""
+        if triton.supports_row_norms(self.gradient):
+            return triton.row_norm_sq(_rows(self.gradient))
         return _norm_sq(flat(self.gradient)) if self.is_small else norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
@@ -27,8 +30,12 @@ class PerSampleGrad:
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
         """See record.py."""
-        rows, shape = flat(self.gradient), self.gradient.shape[1:]
-        total = sum_weight_B.to(rows.dtype) @ rows  # a product that FLOP counters know
+        shape = self.gradient.shape[1:]
+        if triton.supports_rows(self.gradient):
+            total = triton.weighted_rows(_rows(self.gradient)[None], sum_weight_B.float()[None])[0]
+        else:
+            rows = flat(self.gradient)
+            total = sum_weight_B.to(rows.dtype) @ rows  # a product that FLOP counters know
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
@@ -37,12 +44,18 @@ class PerSampleGrad:
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
         """See record.py."""
+        if triton.supports_rows(self.gradient):
+            return self  # the kernel reads no sample of weight 0
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
 
     @property
     def is_small(self) -> bool:
         """True if calls cost more than arithmetic."""
         return self.gradient.shape[1:].numel() <= _SMALL
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x if x.dim() == 2 else x.reshape(len(x), x.shape[1:].numel())
 
 
 def _norm_sq(rows: Tensor) -> Tensor:

@@ -34,8 +34,13 @@ class Stacked:
         """sum_i sum_weight_i * gradient_i of every use, n tensors of their own memory."""
         record, n = self.record, self.uses
         if isinstance(record, PerSampleGrad):
-            rows_nBE, shape = flat(record.gradient).view(n, sum_weight_nB.shape[1], -1), record.gradient.shape[1:]
-            sums = torch.bmm(sum_weight_nB.to(rows_nBE.dtype)[:, None], rows_nBE)
+            shape = record.gradient.shape[1:]
+            if triton.supports_rows(record.gradient):
+                rows_nBE = record.gradient.reshape(n, sum_weight_nB.shape[1], shape.numel())
+                sums = triton.weighted_rows(rows_nBE, sum_weight_nB.float())
+            else:
+                rows_nBE = flat(record.gradient).view(n, sum_weight_nB.shape[1], -1)
+                sums = torch.bmm(sum_weight_nB.to(rows_nBE.dtype)[:, None], rows_nBE)
         elif triton.supports_product(record.rows, record.cols):
             parts = zip(record.rows.chunk(n), record.cols.chunk(n), sum_weight_nB.unbind(), strict=True)
             return [OuterProduct(rows, cols, record.shape).clipped_sum(weight_B) for rows, cols, weight_B in parts]

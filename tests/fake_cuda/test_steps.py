@@ -21,10 +21,10 @@ ROOT = Path(__file__).parents[2]
 CASES = ["gpt:all-layer:ghost:bf16:1", "gpt:all-layer:bk:bf16:1:offload", "images:all-layer:auto:fp32"]
 MORE = ["recurrent:param-wise:ghost:fp32", "encoder:block-wise:bk:bf16", "bags:all-layer:per-example:fp32"]
 BLOCKS = {
-    "gpt:all-layer:auto:bf16": 1.2,
-    "gpt:layer-wise:auto:bf16": 1.48,
-    "wide:all-layer:auto:bf16": 1.29,
-    "wide:layer-wise:auto:bf16": 1.83,
+    "gpt:all-layer:auto:bf16": 1.12,
+    "gpt:layer-wise:auto:bf16": 1.38,
+    "wide:all-layer:auto:bf16": 1.16,
+    "wide:layer-wise:auto:bf16": 1.48,
 }
 """Most launches that a block adds, over those that it adds to an ordinary step; of small layers, and of large ones."""
 ONCE = "backends/checksums.py:_count_ends copies", "clipping/closing.py:_places copies"

@@ -12,8 +12,22 @@ Kernels need compute capability 8.0. Triton's interpreter (TRITON_INTERPRET=1) r
 DPSHARD_TRITON=0 switches them off.
 """
 
-from dpshard.kernels.triton.dispatch import run_on, supports_ghost_norm, supports_product
-from dpshard.kernels.triton.operators import ghost_norm_sq, gradient_norm_sq, per_sample, release_, weighted_sum
+from dpshard.kernels.triton.dispatch import (
+    run_on,
+    supports_ghost_norm,
+    supports_product,
+    supports_row_norms,
+    supports_rows,
+)
+from dpshard.kernels.triton.operators import (
+    ghost_norm_sq,
+    gradient_norm_sq,
+    per_sample,
+    release_,
+    row_norm_sq,
+    weighted_rows,
+    weighted_sum,
+)
 from dpshard.kernels.triton.tiles import ghost_tile
 
 __all__ = [
@@ -22,8 +36,12 @@ __all__ = [
     "gradient_norm_sq",
     "per_sample",
     "release_",
+    "row_norm_sq",
     "run_on",
     "supports_ghost_norm",
     "supports_product",
+    "supports_row_norms",
+    "supports_rows",
+    "weighted_rows",
     "weighted_sum",
 ]

@@ -51,6 +51,11 @@ def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
     return interpreted() or _passes(device, lambda trial: trial.wrong_product(device, dtype))
 
 
+@functools.cache
+def _adds_rows(device: torch.device) -> bool:
+    return interpreted() or _passes(device, lambda trial: trial.wrong_rows(device))
+
+
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
     """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
     try:
@@ -106,3 +111,15 @@ def supports_product(rows: Tensor, cols: Tensor) -> bool:
 def supports_ghost_norm(BG: int, T: int) -> bool:
     """Return True if kernels compute the ghost norm of a supported product; BG: samples times groups."""
     return BG * tiles.triangle(T, tiles.ghost_tile(BG, T)) >= tiles.MANY
+
+
+def supports_rows(x: Tensor) -> bool:
+    """Return True if kernels, not torch, add up rows of x [B, ...]."""
+    return (
+        x.dtype in (*_HALF, torch.float32) and min(x.shape, default=0) > 0 and run_on(x.device) and _adds_rows(x.device)
+    )
+
+
+def supports_row_norms(x: Tensor) -> bool:
+    """Return True if a kernel takes the norms of rows of x [B, ...]: one program a row suits short ones."""
+    return x.shape[1:].numel() <= tiles.LONGEST and supports_rows(x)

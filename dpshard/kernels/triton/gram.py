@@ -89,8 +89,30 @@ def _ghost_norm_sq(
         tl.store(scales + sample * tiles + i, tl.sum(tl.sqrt(diagonal), 0))
 
 
-def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Launch the kernel; see operators.ghost_norm_sq."""
+@triton.jit
+def _bounded(products, scales, bounds, G, pairs, tiles, floor, hidden_sum, STEP: tl.constexpr):
+    """Add up the tiles of one sample, and write the sum over groups of max(|norm_sq|, floor * scale^2); NaN stays."""
+    sample = tl.program_id(0).to(tl.int64)
+    total = 0.0
+    for g in range(G):
+        place = sample * G + g
+        norm_sq = tl.zeros((STEP,), dtype=tl.float32)
+        for start in range(0, pairs, STEP):
+            at = start + tl.arange(0, STEP)
+            norm_sq += tl.load(products + place * pairs + at, mask=at < pairs, other=0.0)
+        scale = tl.zeros((STEP,), dtype=tl.float32)
+        for start in range(0, tiles, STEP):
+            at = start + tl.arange(0, STEP)
+            scale += tl.load(scales + place * tiles + at, mask=at < tiles, other=0.0)
+        measured = tl.abs(tl.sum(norm_sq, 0) + hidden_sum)
+        least = floor * tl.sum(scale, 0) * tl.sum(scale, 0)
+        bound = tl.where(measured >= least, measured, least)
+        total += tl.where(measured != measured, measured, bound)
+    tl.store(bounds + sample, total)
+
+
+def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
+    """Launch the kernels; see operators.ghost_norm_sq."""
     (B, G, T, R), C = rows.shape, cols.shape[3]
     TILE = ghost_tile(B * G, T)
     tiles, pairs = -(-T // TILE), triangle(T, TILE)
@@ -116,4 +138,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
         num_warps=8 if TILE == 128 else 4,
         num_stages=3,
     )
-    return products.view(B, G, -1).sum(2) + hidden(T * T, products.dtype), scales.view(B, G, -1).sum(2)
+    bounds = torch.empty(B, dtype=torch.float32, device=rows.device)
+    at_end = hidden(T * T, torch.float32)
+    _bounded[(B,)](products, scales, bounds, G, pairs, tiles, floor, at_end, STEP=1024, num_warps=4)
+    return bounds

@@ -2,24 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 
-@torch.library.custom_op("dpshard::ghost_norm_sq", mutates_args=())
-def ghost_norm_sq(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Squared norms of sum_t rows_t (x) cols_t, and sum_t |rows_t| |cols_t|, by group [B, G], float32.
+def _operator(schema: str) -> Callable[[Callable[..., Any]], OpOverload]:
+    """Make an operator of a function. Calls are faster than those of `torch.library.custom_op`."""
 
-    Squared norms include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have one half-precision
-    dtype; see `supports_product`.
+    def register(function: Callable[..., Any]) -> OpOverload:
+        name = f"dpshard::{function.__name__}"
+        torch.library.define(name, schema)
+        torch.library.impl(name, "CompositeExplicitAutograd", function)
+        return getattr(torch.ops.dpshard, function.__name__).default
+
+    return register
+
+
+@_operator("(Tensor rows, Tensor cols, float floor) -> Tensor")
+def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
+    """Squared norms of sum_t rows_t (x) cols_t, added up over groups, [B], float32.
+
+    Of each group at least floor * (sum_t |rows_t| |cols_t|)^2, because Gram matrices round. Squared norms include what
+    underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see
+    `supports_product`.
     """
     from dpshard.kernels.triton import gram  # needs Triton
 
     with torch.cuda.device_of(rows):  # Triton launches on the current device
-        return gram.ghost_norm_sq(rows, cols)
+        return gram.ghost_norm_sq(rows, cols, floor)
 
 
-@torch.library.custom_op("dpshard::gradient_norm_sq", mutates_args=())
+@_operator("(Tensor rows, Tensor cols) -> Tensor")
 def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
     """Squared norms [B], float32, over all groups, without storing gradients."""
     from dpshard.kernels.triton import product
@@ -28,7 +45,7 @@ def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
         return product.squares(rows, cols, keep=False)[0]
 
 
-@torch.library.custom_op("dpshard::per_sample", mutates_args=())
+@_operator("(Tensor rows, Tensor cols) -> (Tensor, Tensor)")
 def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32."""
     from dpshard.kernels.triton import product
@@ -38,7 +55,7 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
     return gradients, squares
 
 
-@torch.library.custom_op("dpshard::weighted_sum", mutates_args=())
+@_operator("(Tensor rows, Tensor cols, Tensor factors) -> Tensor")
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
     """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
 
@@ -50,7 +67,28 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
         return product.weighted_sum(rows, cols, factors)
 
 
-@torch.library.custom_op("dpshard::release_", mutates_args=("x",))
+@_operator("(Tensor x) -> Tensor")
+def row_norm_sq(x: Tensor) -> Tensor:
+    """Squared norms [B], float32, of the rows of x [B, n]; see `supports_row_norms`."""
+    from dpshard.kernels.triton import rows
+
+    with torch.cuda.device_of(x):
+        return rows.row_norm_sq(x)
+
+
+@_operator("(Tensor x, Tensor weights) -> Tensor")
+def weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
+    """Weighted sums [uses, n], float32, of the rows of x [uses, B, n] by use; float32 weights [uses, B].
+
+    See `supports_rows`. Leaves out rows of weight 0, whatever they hold: NaN, too.
+    """
+    from dpshard.kernels.triton import rows
+
+    with torch.cuda.device_of(x):
+        return rows.weighted_rows(x, weights)
+
+
+@_operator("(Tensor(a!) x, Tensor streams, Tensor weights, int block, int start, float std, float divisor) -> Tensor")
 def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
     """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
 
@@ -64,16 +102,21 @@ def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int
         return gaussian.release_(x, streams, weights, block, start, std, divisor)
 
 
-def _norms(rows: Tensor, dims: int = 1) -> Tensor:
-    return rows.new_empty(rows.shape[:dims], dtype=torch.float32)
+def _norms(rows: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), dtype=torch.float32)
 
 
 def _gradients(rows: Tensor, cols: Tensor, *samples: int) -> Tensor:
     return rows.new_empty(*samples, rows.shape[1], rows.shape[3], cols.shape[3], dtype=torch.float32)
 
 
-ghost_norm_sq.register_fake(lambda rows, cols: (_norms(rows, 2), _norms(rows, 2)))
-gradient_norm_sq.register_fake(lambda rows, cols: _norms(rows))
-per_sample.register_fake(lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)))
-release_.register_fake(lambda x, *_: x.new_empty((), dtype=torch.float64))
-weighted_sum.register_fake(lambda rows, cols, factors: _gradients(rows, cols))
+for _name, _fake in {
+    "ghost_norm_sq": lambda rows, cols, floor: _norms(rows),
+    "gradient_norm_sq": lambda rows, cols: _norms(rows),
+    "per_sample": lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)),
+    "release_": lambda x, *_: x.new_empty((), dtype=torch.float64),
+    "weighted_sum": lambda rows, cols, factors: _gradients(rows, cols),
+    "row_norm_sq": _norms,
+    "weighted_rows": lambda x, weights: x.new_empty(len(x), x.shape[2], dtype=torch.float32),
+}.items():
+    torch.library.register_fake(f"dpshard::{_name}", _fake)

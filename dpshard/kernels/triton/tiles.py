@@ -8,6 +8,9 @@ SMALLEST = 16
 MANY = 128
 """Programs that keep a GPU busy, about. With fewer tiles, torch is better."""
 
+LONGEST = 2**14
+"""Most elements of a row whose norm one program takes."""
+
 
 def ghost_tile(BG: int, T: int) -> int:
     """Positions on the side of a tile; large tiles are read less often."""

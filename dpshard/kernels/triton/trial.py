@@ -16,6 +16,9 @@ from dpshard.kernels.triton import operators
 _SIZES = ((2, 2, 70, 40, 33), (22, 1, 257, 17, 16), (64, 1, 16, 130, 20))
 """Samples, groups, positions, rows, columns: small tiles, large ones of Gram matrices, large ones of gradients."""
 
+_ROWS = ((1, 3, 5), (2, 40, 2500))
+"""Uses, samples, elements."""
+
 _BLOCK = 4 * philox.HALF
 
 
@@ -48,11 +51,10 @@ def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str
     """Yield names, results, those of float64, and the sums of magnitudes that rounding follows."""
     r, c = rows.double(), cols.double()
     gradients, sizes = r.mT @ c, r.abs().mT @ c.abs()
-    ghost_sq, ghost_scale = operators.ghost_norm_sq(rows, cols)
-    scale = (r.norm(dim=3) * c.norm(dim=3)).sum(2)
-    yield "ghost_norm_sq", ghost_sq, gradients.square().sum((2, 3)), scale.square()
-    yield "ghost_norm_sq", ghost_scale, scale, scale
     norm_sq = gradients.square().sum((1, 2, 3))
+    scale_sq = (r.norm(dim=3) * c.norm(dim=3)).sum(2).square().sum(1)
+    yield "ghost_norm_sq", operators.ghost_norm_sq(rows, cols, 0.0), norm_sq, scale_sq
+    yield "ghost_norm_sq", operators.ghost_norm_sq(rows, cols, 1.0), scale_sq, scale_sq
     yield "gradient_norm_sq", operators.gradient_norm_sq(rows, cols), norm_sq, norm_sq
     kept, squares = operators.per_sample(rows, cols)
     yield "per_sample", squares, norm_sq, norm_sq
@@ -64,6 +66,22 @@ def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str
     factors[0], rows[0] = 0, torch.nan
     rest, rest_size = (torch.einsum("b,bgrc->grc", weights[1:], x[1:]) for x in (gradients, sizes))
     yield "weighted_sum", operators.weighted_sum(rows, cols, factors), rest, rest_size
+
+
+def wrong_rows(device: torch.device) -> str | None:
+    """Return the name of a kernel of rows if it differs from torch in float64, else None."""
+    generator = _generator(device)
+    for uses, B, n in _ROWS:
+        x = torch.randn(uses, B, n, generator=generator, device=device)
+        weights = torch.rand(uses, B, generator=generator, device=device)
+        exact, norm_sq = x.double(), x.double().square().sum(2).flatten()
+        if not _is_near(operators.row_norm_sq(x.flatten(0, 1)), norm_sq, norm_sq):
+            return "row_norm_sq"
+        weights[:, 0], x[:, 0], exact[:, 0] = 0, torch.nan, 0
+        total, size = (torch.einsum("ub,ubn->un", weights.double(), rows) for rows in (exact, exact.abs()))
+        if not _is_near(operators.weighted_rows(x, weights), total, size):
+            return "weighted_rows"
+    return None
 
 
 def _is_near(found: Tensor, expected: Tensor, scale: Tensor | float) -> bool:

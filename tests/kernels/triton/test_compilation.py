@@ -12,25 +12,30 @@ if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET"):
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from dpshard.kernels.triton import gaussian, gram, product
+from dpshard.kernels.triton import gaussian, gram, product, rows
 from tests.grids import covering
 
 LEAST_SHARED_MEMORY = 99 * 1024
 """Bytes per program on GPUs of compute capability 8.6, 8.9 and 12.0; others have more."""
 
 POINTERS = {
-    **dict.fromkeys(("products", "scales", "gradients", "squares", "total", "factors", "weights", "x"), "*fp32"),
+    **dict.fromkeys(
+        ("products", "scales", "gradients", "squares", "total", "factors", "weights", "x", "bounds"), "*fp32"
+    ),
     "streams": "*i64",
-    **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols"), "fp32"),
-    **dict.fromkeys(("rows_b", "cols_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
+    **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols", "hidden_sum", "floor", "root"), "fp32"),
+    **dict.fromkeys(("rows_b", "cols_b", "x_u", "x_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
 }
 KERNELS = [
     (gram._ghost_norm_sq, {"TILE": 16, "STEP": 128, "CHUNK": 1024}, 4),
     (gram._ghost_norm_sq, {"TILE": 64, "STEP": 64, "CHUNK": 1024}, 4),
     (gram._ghost_norm_sq, {"TILE": 128, "STEP": 32, "CHUNK": 1024}, 8),
+    (gram._bounded, {"STEP": 1024}, 4),
     (product._squares, {"KEEP": False, "R_TILE": 64, "C_TILE": 16, "STEP": 32}, 4),
     (product._squares, {"KEEP": True, "R_TILE": 128, "C_TILE": 128, "STEP": 32}, 8),
     (product._weighted_sum, {"R_TILE": 128, "C_TILE": 128, "STEP": 32}, 8),
+    (rows._row_norm_sq, {"STEP": rows._STEP}, 4),
+    (rows._weighted_rows, {"SAMPLES": rows._SAMPLES, "ELEMENTS": rows._ELEMENTS}, 4),
     (gaussian._release, {"BLOCK": 2**20, "HALF": 512}, 4),
 ]
 

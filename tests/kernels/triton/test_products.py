@@ -35,12 +35,13 @@ def check(rows, cols):
     r, c = rows.double(), cols.double()
     gradients = r.mT @ c
     norm_sq = gradients.square().sum((1, 2, 3))
-    scale = (r.norm(dim=3) * c.norm(dim=3)).sum(2)
+    scale_sq = (r.norm(dim=3) * c.norm(dim=3)).sum(2).square()
     near = {"rtol": 1e-5, "atol": 0.0}
-    ghost_norm_sq, ghost_scale = triton.ghost_norm_sq(rows, cols)
+    ghosts = [triton.ghost_norm_sq(rows, cols, floor) for floor in (0.0, 0.3, 1.0)]
     of_groups = gradients.square().sum((2, 3))
-    assert_close(ghost_norm_sq.double(), of_groups, rtol=0.0, atol=1e-5 * float(scale.square().max()))
-    assert_close(ghost_scale.double(), scale, **near)
+    for ghost, floor in zip(ghosts, (0.0, 0.3, 1.0), strict=True):
+        bound = torch.maximum(of_groups, floor * scale_sq).sum(1)
+        assert_close(ghost.double(), bound, rtol=0.0, atol=1e-5 * float(scale_sq.sum(1).max()))
     assert_close(triton.gradient_norm_sq(rows, cols).double(), norm_sq, **near)
     kept, squares = triton.per_sample(rows, cols)
     assert_close(squares.double(), norm_sq, **near)
@@ -52,7 +53,7 @@ def check(rows, cols):
     factors[0], rows = 0, rows.index_fill(0, torch.zeros(1, dtype=torch.long, device=DEVICE), torch.nan)
     rest = torch.einsum("b,bgrc->grc", factors[1:].double(), gradients[1:])
     assert_close(triton.weighted_sum(rows, cols, factors).double(), rest, rtol=0.0, atol=1e-6 * largest * len(rows))
-    for result in (ghost_norm_sq, ghost_scale, kept, squares):
+    for result in (*ghosts, kept, squares):
         assert result.dtype == torch.float32
 
 
@@ -115,14 +116,14 @@ def test_offsets_of_more_than_32_bits(dim):
 def test_rows_that_are_not_finite_show_in_the_norm_of_their_sample_alone():
     rows, cols = randn(3, 1, 70, 20), randn(3, 1, 70, 20)
     rows[1, 0, 66, 3] = torch.nan
-    for norm_sq in (triton.ghost_norm_sq(rows, cols)[0].sum(1), triton.gradient_norm_sq(rows, cols)):
+    for norm_sq in (triton.ghost_norm_sq(rows, cols, 0.1), triton.gradient_norm_sq(rows, cols)):
         assert norm_sq.isfinite().tolist() == [True, False, True]
 
 
 def test_results_are_the_same_every_time():
     rows, cols, factors = randn(2, 1, 130, 40), randn(2, 1, 130, 70), torch.rand(2, device=DEVICE)
     for run in (
-        lambda: triton.ghost_norm_sq(rows, cols)[0],
+        lambda: triton.ghost_norm_sq(rows, cols, 0.1),
         lambda: triton.gradient_norm_sq(rows, cols),
         lambda: triton.weighted_sum(rows, cols, factors),
     ):
@@ -133,7 +134,7 @@ def test_fake_tensors_pass_and_products_are_counted():
     rows, cols, factors = randn(2, 1, 32, 16), randn(2, 1, 32, 24), torch.rand(2, device=DEVICE)
     product = 2 * 2 * 32 * 16 * 24
     for operator, arguments, flops in (
-        (triton.ghost_norm_sq, (rows, cols), 2 * 2 * 32 * 32 * (16 + 24)),
+        (triton.ghost_norm_sq, (rows, cols, 0.1), 2 * 2 * 32 * 32 * (16 + 24)),
         (triton.gradient_norm_sq, (rows, cols), product),
         (triton.per_sample, (rows, cols), product),
         (triton.weighted_sum, (rows, cols, factors), product),

@@ -49,6 +49,23 @@ def test_a_product_that_differs_is_named(name, fault):
         assert trial.wrong_product(DEVICE, torch.bfloat16) == name
 
 
+@pytest.mark.parametrize("fault", [doubled_last_tile, not_finite])
+@pytest.mark.parametrize("name", ["row_norm_sq", "weighted_rows"])
+def test_a_sum_of_rows_that_differs_is_named(name, fault):
+    sound = getattr(operators, name)
+    assert trial.wrong_rows(DEVICE) is None
+    with mock.patch.object(operators, name, lambda *args: fault(sound(*args).clone())):
+        assert trial.wrong_rows(DEVICE) == name
+
+
+def test_rows_of_weight_0_that_are_read_are_named():
+    def faulty(x, weights):
+        return torch.einsum("ub,ubn->un", weights, x)
+
+    with mock.patch.object(operators, "weighted_rows", faulty):
+        assert trial.wrong_rows(DEVICE) == "weighted_rows"
+
+
 @pytest.mark.parametrize("std", [0.0, 0.3001])
 def test_noise_of_another_size_is_named(std):
     sound = operators.release_
