@@ -12,7 +12,7 @@ import typer
 from dpshard.accounting import SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.mechanism import independent_error
 from dpshard.accounting.releases import SIMULATION_FAILURE
-from dpshard.applications.cli.formats import MOMENTUM_HELP, SAMPLING_HELP
+from dpshard.applications.cli.formats import HELP
 from dpshard.config import SamplingName, require_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
@@ -20,7 +20,7 @@ from dpshard.noise.workloads import Workload
 
 KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 
-Sampling = Annotated[str, typer.Option(help=SAMPLING_HELP)]
+Sampling = Annotated[str, typer.Option(help=HELP["train"]["Privacy"]["sampling"])]
 Name = Annotated[
     str | None,
     typer.Option(
@@ -35,7 +35,7 @@ Bands = Annotated[
         "--target-epsilon."
     ),
 ]
-Momentum = Annotated[float | None, typer.Option(help=MOMENTUM_HELP)]
+Momentum = Annotated[float | None, typer.Option(help=HELP["train"]["Privacy"]["correlation_momentum"])]
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
 """Numbers of bands that `auto` tries, over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import field
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +14,9 @@ from dpshard.errors import ConfigurationError
 
 BALANCED = "balanced"
 """Of --class-weights: weights by private counts."""
-SAMPLING_HELP = (
-    "Who is in a batch. poisson: each sample by a coin. balls-in-bins: each once an epoch, in a random step. "
-    "fixed-order: each once an epoch, in one order. cyclic-poisson: by coins, but groups of samples take turns; needs "
-    "--correlation band-mf."
-)
-MOMENTUM_HELP = (
-    "Optimise the weights of --correlation for SGD with this momentum; 0 for plain SGD. Without it, the "
-    "default weights apply."
-)
-"""Also those of `dpshard account`."""
+
+HELP: dict[str, dict[str, dict[str, str]]] = yaml.safe_load((Path(__file__).parent / "options.yaml").read_text("utf-8"))
+"""Help texts of options by command, panel and name."""
 
 
 def to_json(value: Any, indent: int | None = None) -> str:
@@ -83,8 +75,3 @@ def parse_phases(text: str) -> list[tuple[int, int]]:
         return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
     except ValueError as error:
         raise ConfigurationError(f"phases={text!r}: write BATCHxSTEPS,... such as 128x50,512x100.") from error
-
-
-def field_of_option(default: Any, help: str, *, panel: str, **more: Any) -> Any:
-    """Return a field of settings, which options.py turns into an option of the command line; `more`: see there."""
-    return field(default=default, metadata={"panel": panel, "help": help, **more})

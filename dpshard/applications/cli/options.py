@@ -10,42 +10,41 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 import typer
 from rich.markup import escape
 
+from dpshard.applications.cli.formats import HELP
 from dpshard.applications.cli.settings import RECIPES, TrainSettings
 
+Command = Callable[..., None]
 
-def with_options(command: Callable[..., None]) -> Callable[..., None]:
+
+def with_options(command: Command) -> Command:
     """Replace the `**flags` of a command by one option per setting of a run; None means not given."""
-    return options_of(TrainSettings, RECIPES)(command)
+    return options_of(TrainSettings, "train", RECIPES)(command)
 
 
 def options_of(
-    settings: type, recipes: Mapping[str, Mapping[str, Any]] | None = None
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    settings: type, section: str, recipes: Mapping[str, Mapping[str, Any]] | None = None
+) -> Callable[[Command], Command]:
     """Return a decorator that replaces the `**flags` of a command by one option per field; None means not given.
 
-    A field's metadata has `help` and `panel`. `recipes` are other defaults by task, for the help texts.
+    `section` of options.yaml has the help texts; `recipes` are other defaults by task.
     """
 
-    def decorated(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(settings)
+    def decorated(command: Command) -> Command:
+        hints, own = get_type_hints(settings), {setting.name: setting for setting in fields(settings)}
         signature = inspect.signature(command, eval_str=True)
-        own = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
-        options = [
-            inspect.Parameter(
-                f.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=None,
-                annotation=Annotated[hints[f.name] | None, _option(f, hints[f.name], recipes or {})],
-            )
-            for f in fields(settings)
-        ]
-        command.__signature__ = signature.replace(parameters=own + options)
+        parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+        for panel, texts in HELP[section].items():
+            for name, text in texts.items():
+                hint = Annotated[hints[name] | None, _option(own[name], hints[name], panel, text, recipes or {})]
+                kind = inspect.Parameter.KEYWORD_ONLY
+                parameters.append(inspect.Parameter(name, kind, default=None, annotation=hint))
+        command.__signature__ = signature.replace(parameters=parameters)
         return command
 
     return decorated
 
 
-def _option(setting: Field[Any], hint: Any, recipes: Mapping[str, Mapping[str, Any]]) -> Any:
+def _option(setting: Field[Any], hint: Any, panel: str, text: str, recipes: Mapping[str, Mapping[str, Any]]) -> Any:
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     default = "none" if setting.default is None else "off" if setting.default is False else setting.default
     own = {task: r[setting.name] for task, r in recipes.items() if setting.name in r}
@@ -54,7 +53,7 @@ def _option(setting: Field[Any], hint: Any, recipes: Mapping[str, Mapping[str, A
     listed = f"One of {', '.join(choices)}. " if choices else ""
     return typer.Option(
         "--" + setting.name.replace("_", "-"),  # without --no-...: flags are off by default
-        help=f"{escape(setting.metadata['help'])} {listed}[dim]\\[{'; '.join(notes)}][/]",
+        help=f"{escape(text)} {listed}[dim]\\[{'; '.join(notes)}][/]",
         metavar="NAME" if choices else setting.metadata.get("metavar"),
-        rich_help_panel=setting.metadata["panel"],
+        rich_help_panel=panel,
     )

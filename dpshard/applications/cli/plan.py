@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GIB = 2**30
 
 
-@options_of(PlanSettings)
+@options_of(PlanSettings, "plan")
 def command(
     as_json: console.JsonFile = None,
     plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw memory and FLOPs.")] = None,

@@ -3,7 +3,8 @@ from dataclasses import asdict
 import pytest
 import yaml
 
-from dpshard.applications.cli.formats import parse_phases, read_yaml
+from dpshard.applications.cli.formats import HELP, parse_phases, read_yaml
+from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.errors import ConfigurationError
 
@@ -92,8 +93,10 @@ def test_phases_are_pairs_of_batch_and_steps():
 
 
 def test_every_setting_has_a_help_text():
-    for name, setting in TrainSettings.__dataclass_fields__.items():
-        assert setting.metadata["help"].endswith("."), name
+    for section, settings in (("train", TrainSettings), ("plan", PlanSettings)):
+        texts = [item for panel in HELP[section].values() for item in panel.items()]
+        assert [name for name, _ in texts] == list(settings.__dataclass_fields__)
+        assert all(text.endswith(".") for _, text in texts)
 
 
 def test_defaults_are_plain_yaml():
