@@ -27,9 +27,9 @@ TORCH = "torch==2.13.0"
 EXTENSION = re.compile(r"^\[\[tool\.setuptools\.ext-modules\]\]\n.*?(?=^\[)", re.MULTILINE | re.DOTALL)
 STEP = """
 import torch, dpshard
-from dpshard.applications.cli import texts
+from dpshard.applications.cli.formats import HELP
 from dpshard.kernels import native
-assert texts.english().has("heading")  # package data is there
+assert HELP["train"]  # package data is there
 model = torch.nn.Linear(3, 2)
 engine = dpshard.PrivacyEngine(model, batch_size=8, sample_size=32, steps=1, noise_multiplier=1.0)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

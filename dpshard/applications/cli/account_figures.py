@@ -23,7 +23,7 @@ from dpshard.accounting import (
 )
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated, plots
-from dpshard.applications.cli.texts import english
+from dpshard.applications.cli.formats import NEIGHBOURS
 from dpshard.config import AccountantName
 
 ACCOUNTANTS: tuple[AccountantName, ...] = get_args(AccountantName)
@@ -171,7 +171,7 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
         if answer.error_over_dp_sgd is not None:
             yield correlated.in_words(run, answer.error_over_dp_sgd)
     name = answers[0].neighbouring_relation
-    yield f"Neighbours: {name}: {english()(f'neighbours.{name}')}."
+    yield f"Neighbours: {name}: {NEIGHBOURS[name]}."
     if isinstance(run, MechanismOfUnits):
         yield (
             f"Here the blank replaces all samples of one unit, at most {run.max_rows_per_unit:,}. Cut units down to "

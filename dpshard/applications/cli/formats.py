@@ -15,6 +15,14 @@ from dpshard.errors import ConfigurationError
 BALANCED = "balanced"
 """Of --class-weights: weights by private counts."""
 
+_BLANK = "that differ in one sample: one data set has a blank instead, which contributes nothing"
+NEIGHBOURS = {
+    "add-or-remove-one": f"two data sets of N samples {_BLANK}",
+    "replace-special": f"two data sets of N samples {_BLANK}; another sample may take its place in a capped batch",
+    "zero-out": f"two data sets of N samples in the same order {_BLANK}",
+}
+"""Meanings of neighbouring relations."""
+
 HELP: dict[str, dict[str, dict[str, str]]] = yaml.safe_load((Path(__file__).parent / "options.yaml").read_text("utf-8"))
 """Help texts of options by command, panel and name."""
 

@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import replace
-from datetime import datetime
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from dpshard.applications.cli import console, plots, provenance, texts
+from dpshard.accounting import rounded_up
+from dpshard.applications.cli import console, plots, provenance
 from dpshard.applications.cli.audit import attacks
+from dpshard.applications.cli.data import ROWS_PER_UNIT
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically
-from dpshard.errors import RunFolderError
+from dpshard.errors import ConfigurationError, RunFolderError
+
+PRIVATE_NAME = "(your data)"
+"""Of files, in a public report."""
 
 
 def command(
@@ -21,15 +27,10 @@ def command(
     public: Annotated[
         bool, typer.Option("--public", help="Leave out scores, losses, norms and audits: epsilon does not cover them.")
     ] = False,
-    pdf: Annotated[
-        bool, typer.Option("--pdf", help="Write a PDF beside it, to sign: by WeasyPrint, or an installed browser.")
-    ] = False,
+    pdf: Annotated[bool, typer.Option("--pdf", help="Write a PDF beside it, to sign (dpshard[pdf]).")] = False,
     by: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="Who trained. [dim]\\[default: the login name, if not --public][/]"),
-    ] = None,
-    words: Annotated[
-        Path | None, typer.Option("--texts", metavar="FILE", help="Translation of the page's texts, as YAML.")
     ] = None,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Where to write it. [dim]\\[default: RUN/report.html][/]")
@@ -44,47 +45,78 @@ def command(
     if (run / "plan.json").exists():
         raise RunFolderError(f"{run} is a search of dpshard tune: its guarantee is in {run / 'report.json'}.")
     target = out or folder.path / ("report-public.html" if public else "report.html")
-    page = render(folder, public=public, by=by, say=texts.load(words))
+    page = render(folder, public=public, by=by)
     write_atomically(target, page.encode(), public=public)
     console.out.print(str(target))
     if pdf:
-        from dpshard.applications.cli import pdf as printer
-
         with console.out.status("printing ..."):
-            printer.write(page, target.with_suffix(".pdf"), public=public)
+            write_atomically(target.with_suffix(".pdf"), _pdf(page), public=public)
         console.out.print(str(target.with_suffix(".pdf")))
 
 
-def render(folder: RunFolder, *, public: bool = False, by: str | None = None, say: texts.Texts | None = None) -> str:
-    """Return the page, in English without `say`; raise RunFolderError if the run has not finished."""
-    from dpshard.applications.cli import report_page
+def _pdf(page: str) -> bytes:
+    try:
+        import weasyprint
+    except (ImportError, OSError) as error:  # it looks for Pango when it is imported
+        raise ConfigurationError(
+            f"--pdf needs WeasyPrint ({str(error).splitlines()[0]}): pip install 'dpshard[pdf]' (on Debian with apt "
+            f"install libpango-1.0-0 libpangoft2-1.0-0), or print the HTML file by a browser."
+        ) from error
+    for name in ("weasyprint", "fontTools"):
+        logging.getLogger(name).setLevel(logging.ERROR)  # it warns of rules for screens, such as box-shadow
+    return weasyprint.HTML(string=page).write_pdf(pdf_variant="pdf/ua-1") or b""
 
-    say = say or texts.english()
+
+def render(folder: RunFolder, *, public: bool = False, by: str | None = None) -> str:
+    """Return the page; raise RunFolderError if the run has not finished."""
+    from dpshard.applications.cli import final_report, report_page
+
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
         raise RunFolderError(f"{folder.path} has not finished: run {resume} first.")
     settings = folder.settings()  # raises for a damaged config.yaml
     quoted = folder.config.read_text("utf-8")
     if public and settings.data is not None:  # file names may identify people
-        name = say("data.private_name")
-        quoted = replace(settings, data=name, columns=settings.columns and name).to_yaml()
+        quoted = replace(settings, data=PRIVATE_NAME, columns=settings.columns and PRIVATE_NAME).to_yaml()
     rows = folder.read_metrics()
     with intact(folder.metrics, "restore it from a copy"):
-        spent = report_page.spent(rows)
+        spent = [(f"{row['step']:,}", rounded_up(row["epsilon"])) for row in rows if row.get("epsilon") is not None]
+        spent = [spent[i * (len(spent) - 1) // 4] for i in range(5)] if len(spent) > 5 else spent
         pictures = plots.svgs([{"step": 0, "epsilon": 0.0}, *rows], settings.target_epsilon)
-    audit = {} if public else _audit(folder)
+    audit, told = {} if public else _audit(folder), provenance.read(folder)
     with intact(written, f"remove it and {folder.report.name}, and {resume} writes them again"):
-        report = _read(written)
-        facts = report_page.facts(folder, report, say, settings, by, public=public)
-        found = attacks(audit) or None
-        if not public:
-            facts.append(report_page.tested(found, audit, say))
-        context = report_page.context(report, say, settings, public=public)
-        resumed = len(provenance.read(folder).get("starts", ())) > 1
-        actions = report_page.actions(report, say, resumed=resumed, public=public)
-        run = {"folder": folder.path.resolve().name, "settings": quoted, "facts": facts, "attacks": found}
-        run |= {"actions": actions}
-        return report_page.fill(say, **context, **run, spent=spent, pictures=pictures)
+        report = json.loads(written.read_bytes())
+        privacy, (results, _, mechanism) = report["privacy"], final_report.rows(report)
+        private, found = privacy["epsilon"] is not None, attacks(audit)
+        values: dict[str, Any] = {"report": report, "p": privacy, "public": public, "by": by, "s": settings}
+        values |= {"config": quoted, "spent": spent, "pictures": pictures, "rows": ROWS_PER_UNIT, "told": told}
+        values |= {"results": results, "mechanism": mechanism, "attacks": found, "audit": audit}
+        values |= {"folder": folder.path.resolve().name, "now": datetime.now(UTC).date().isoformat(), "when": ""}
+        if "finished" in told:
+            values["when"] = span(told["starts"][0]["at"], told["finished"], public=public)
+        return final_report.rendered(
+            "html",
+            report_page.FILTERS,
+            **values,
+            strength=report_page.strength(privacy["epsilon"]) if private else None,
+            odds=report_page.odds(privacy) if private else None,
+            weights=provenance.weights_digest(folder, report.get("model_sha256")),
+            files=(PRIVATE_NAME if public else settings.data) if settings.data else settings.task,
+            in_parts=settings.data is None or not Path(settings.data).is_file(),
+        )
+
+
+def span(started: str, finished: str, *, public: bool) -> str:
+    """Return both times, or within a minute one of them and the seconds.
+
+    Without seconds, if `public`: they tell of the sizes of batches, which must stay secret.
+    """
+    first, last = (datetime.fromisoformat(moment) for moment in (started, finished))
+    shown, until = (f"{moment:%Y-%m-%d %H:%M}" for moment in (first, last))
+    seconds = (last - first).total_seconds()
+    if not public and 0 <= seconds <= 60:
+        return f"{shown}, {max(1, round(seconds))} seconds"
+    return shown if public and shown == until else f"{shown} to {until}"
 
 
 def _audit(folder: RunFolder) -> dict[str, Any]:
@@ -92,16 +124,8 @@ def _audit(folder: RunFolder) -> dict[str, Any]:
     if not folder.audit.exists():
         return {}
     with intact(folder.audit, f"dpshard audit {folder.path} writes it again"):
-        found = _read(folder.audit)
+        found = json.loads(folder.audit.read_bytes())
         if not attacks(found):
             raise ValueError("it holds no attack")
-        if "at" in found:
-            datetime.fromisoformat(found["at"])
-        return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise RunFolderError(f"{path} cannot be read: {error.strerror or error}. Check your permissions.") from error
+        datetime.fromisoformat(found.get("at", "2026-01-01"))
+        return {"at": "", "by": ""} | found

@@ -10,7 +10,6 @@ import getpass
 import hashlib
 import json
 import platform
-import shutil
 import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
@@ -46,7 +45,10 @@ def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: b
 
 def author() -> dict[str, Any]:
     """Return the time, "at", and the login name, "by"; None without one."""
-    return {"at": _now(), "by": _user()}
+    try:
+        return {"at": _now(), "by": getpass.getuser()}
+    except (KeyError, OSError, ImportError):  # no name for this number, as in some containers
+        return {"at": _now(), "by": None}
 
 
 def conclude(folder: RunFolder) -> None:
@@ -98,13 +100,11 @@ def fingerprint(settings: TrainSettings, data: Data) -> str | None:
 
 def path_digest(name: str | None) -> str | None:
     """Return SHA-256 of a file's bytes, or of a folder's paths and files, in hex; None if there is neither."""
-    path = None if name is None else Path(name)
-    if path is not None and path.is_file():
-        return file_digest(path)
-    if path is not None and path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file())
-        return _digest(f"{file.relative_to(path).as_posix()}\n{file_digest(file)}\n".encode() for file in files)
-    return None
+    path = Path(name or "")
+    if name is None or path.is_file() or not path.is_dir():
+        return file_digest(path) if path.is_file() else None
+    files = sorted(file for file in path.rglob("*") if file.is_file())
+    return _digest(f"{file.relative_to(path).as_posix()}\n{file_digest(file)}\n".encode() for file in files)
 
 
 def file_digest(path: Path) -> str:
@@ -118,17 +118,10 @@ def file_digest(path: Path) -> str:
 
 def commit(folder: Path) -> str | None:
     """Return the git commit of the repository at `folder`, "+ changes" if files differ from it; None without one."""
-    git = shutil.which("git")
-    if git is None:
-        return None
-
-    def ask(*arguments: str) -> str:
-        command = [git, "-C", str(folder), *arguments]
-        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
-
+    options = ["--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
+    command = ["git", "-C", str(folder), "describe", *options]
     try:
-        changed = ask("status", "--porcelain", "--untracked-files=no")
-        return f"{ask('rev-parse', 'HEAD')}{' + changes' if changed else ''}"
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return None
 
@@ -138,13 +131,6 @@ def _digest(parts: Iterable[bytes]) -> str:
     for part in parts:
         digest.update(part)
     return digest.hexdigest()
-
-
-def _user() -> str | None:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError, ImportError):  # no name for this number, as in some containers
-        return None
 
 
 def _now() -> str:

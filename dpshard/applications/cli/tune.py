@@ -51,14 +51,9 @@ def command(
         from dpshard.applications.cli import tuning
 
         if resume is None:
-            base = (read_yaml(config) if config else {}) | given
-            plan = tuning.plan(
-                base,
-                _choices(search or []),
-                mean_runs=mean_runs,
-                distribution=distribution,
-                private_validation=private_validation,
-            )
+            how: dict[str, Any] = {"mean_runs": mean_runs, "distribution": distribution}
+            base, choices = (read_yaml(config) if config else {}) | given, _choices(search or [])
+            plan = tuning.plan(base, choices, **how, private_validation=private_validation)
             path = out or Path("runs") / f"tune-{datetime.now():%Y%m%d-%H%M%S}"
             folder = tuning.SearchFolder.create(path, plan)
         else:

@@ -1,14 +1,12 @@
 """A private search: a secret number of trials of random settings; only the best is published.
 
 [Note: What a search publishes]
-Each trial draws its settings from the candidates, trains by `dpshard train`, and is scored on held-out samples.
 Papernot and Steinke 2022, arXiv:2110.03620, bound the best trial's epsilon, if the number of trials has one of their
-distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret. When the
-search is done, their folders are removed. Candidates may differ in cost: the bound is that of the worst one.
+distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret.
+Candidates may differ in cost: the bound is that of the worst one.
 
-[Note: Private validation] Validation samples are no training samples. So one person is in the training, at the cost of
-the releases, or in the validation. The validation costs one noisy count of right answers: Gaussian, of sensitivity 1.
-Both are candidates of the search's bound: the score costs nothing more.
+[Note: Private validation] One person is in the training, at the cost of the releases, or in the validation, at the cost
+of one noisy count of right answers: Gaussian, of sensitivity 1. Both are candidates of the bound.
 """
 
 from __future__ import annotations
@@ -61,6 +59,8 @@ FIXED = (
     "validation_fraction shard nproc"
 ).split()
 """Settings that all trials share."""
+UNUSUAL = ("noise_multiplier", "noise", "max_batch_size", "sampling", "shard")
+"""Settings that no trial changes."""
 LARGER = 1.005
 """Factor of all noise while the bound of all candidates is above the budget."""
 
@@ -71,18 +71,23 @@ class Plan:
 
     candidates: tuple[dict[str, Any], ...]
     """Settings of each candidate, with its noise_multiplier."""
-    search: Search
-    """With the releases of all candidates."""
-    run: Counts
-    """Releases of the first candidate."""
+    runs: tuple[Counts, ...]
+    """Releases of each candidate, and of a private score."""
+    mean_runs: float
+    distribution: RunsDistribution
     score_noise: float | None
     """Noise multiplier of a private score; None for public validation samples."""
     target_delta: float
 
     @property
+    def search(self) -> Search:
+        """The search, with the releases of all candidates except the first."""
+        return Search(self.mean_runs, self.distribution, tuple(dict.fromkeys(self.runs[1:])))
+
+    @property
     def epsilon(self) -> float:
         """Epsilon of the outcome."""
-        return compute_epsilon(self.run, self.target_delta, "rdp", self.search)
+        return compute_epsilon(self.runs[0], self.target_delta, "rdp", self.search)
 
 
 def plan(
@@ -100,70 +105,45 @@ def plan(
     search = Search(mean_runs, distribution)
     if fixed := [name for name in choices if name in FIXED]:
         raise ConfigurationError(f"--search {fixed[0]}: all trials share this setting.")
-    combined = [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
+    combined = (dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values()))
     settings = [resolve(base, own) for own in combined]
     if len({own.class_weights == BALANCED for own in settings}) > 1:
         raise ConfigurationError(
             "--search class-weights: 'balanced' costs a release that public weights do not. Give it to all trials by "
             "--class-weights balanced, or search public weights."
         )
-    first = settings[0]
-    if (
-        first.target_epsilon is None
-        or first.noise_multiplier is not None
-        or first.noise != "gaussian"
-        or first.max_batch_size
-        or first.shard != "none"
-        or first.sampling != "poisson"
-    ):
+    first, usual = settings[0], TrainSettings()
+    unusual = [name for name in UNUSUAL if getattr(first, name) != getattr(usual, name)]
+    if first.target_epsilon is None or unusual:
         raise ConfigurationError(
             "A search needs --target-epsilon, Poisson sampling, Gaussian noise without a cap, and one process per "
             "trial: leave --noise-multiplier, --noise, --max-batch-size, --sampling and --shard out."
         )
-    assert first.target_epsilon is not None
-    epsilon, delta = first.target_epsilon, first.target_delta
-    budget: Any = {"target_epsilon": epsilon, "target_delta": delta, "accountant": "rdp", "search": search}
+    budget: Any = {"target_epsilon": first.target_epsilon, "target_delta": first.target_delta}
+    budget |= {"accountant": "rdp", "search": search}
     data, first = _loaded(first, budget)
-    mechanisms, found = [], []
-    for own in settings:
-        fitted = fit(
-            replace(own, statistics_share=first.statistics_share, statistics_noise=first.statistics_noise), data
-        )
-        if size(data.validation) == 0:
-            raise ConfigurationError("A search chooses by validation samples: raise --validation-fraction above 0.")
-        mechanisms.append(calibrate(_mechanism(fitted, data), **budget))
-        found.append(fitted)
-    score = _score(data, first, budget) if private_validation else None
-    return _within_budget(found, mechanisms, score, search, budget)
-
-
-def _within_budget(
-    found: Sequence[TrainSettings],
-    mechanisms: Sequence[SampledMechanism],
-    score: Release | None,
-    search: Search,
-    budget: Mapping[str, Any],
-) -> Plan:
-    """Return the plan; all noise grows until the bound of all candidates together is within the budget."""
+    if size(data.validation) == 0:
+        raise ConfigurationError("A search chooses by validation samples: raise --validation-fraction above 0.")
+    drawn = {"statistics_share": first.statistics_share, "statistics_noise": first.statistics_noise}
+    found = [fit(replace(own, **drawn), data) for own in settings]
+    parts = [calibrate(_mechanism(own, data), **budget) for own in found]
+    if private_validation:
+        if data.kind not in SCORED or first.group_column is not None:
+            raise ConfigurationError(
+                "--private-validation is for scores that count right answers, one for each person: classes, without "
+                "--group-column. Leave it out if the validation samples are public."
+            )
+        parts.append(_once(size(data.validation), budget))
     while True:
-        runs = [mechanism.releases() for mechanism in mechanisms]
-        runs += [] if score is None else [((score, 1),)]
-        done = Plan(
-            tuple(
-                asdict(replace(own, target_epsilon=None, noise_multiplier=mechanism.noise_multiplier))
-                for own, mechanism in zip(found, mechanisms, strict=True)
-            ),
-            replace(search, others=tuple(dict.fromkeys(runs[1:]))),
-            runs[0],
-            None if score is None else score.noise_multiplier,
-            budget["target_delta"],
-        )
+        pairs = [(asdict(own), {"noise_multiplier": m.noise_multiplier}) for own, m in zip(found, parts, strict=False)]
+        candidates = tuple(own | noise | {"target_epsilon": None} for own, noise in pairs)
+        runs = tuple(mechanism.releases() for mechanism in parts)
+        score = parts[-1].noise_multiplier if private_validation else None
+        done = Plan(candidates, runs, mean_runs, distribution, score, budget["target_delta"])
         if done.epsilon <= budget["target_epsilon"]:
             return done
         # Each candidate fits the budget alone, but at another Renyi order.
-        mechanisms = [replace(m, noise_multiplier=LARGER * m.noise_multiplier) for m in mechanisms]
-        if score is not None:
-            score = replace(score, noise_multiplier=LARGER * score.noise_multiplier)
+        parts = [replace(m, noise_multiplier=LARGER * m.noise_multiplier) for m in parts]
 
 
 def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, TrainSettings]:
@@ -172,34 +152,25 @@ def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, T
     data = load(replace(settings, statistics_noise=settings.statistics_noise or 1.0))
     if data.fitted is None or not data.fitted.earlier:
         return data, settings
-    samples = size(data.train)
-    if settings.statistics_noise is None:
-        alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
-        share = {**budget, "target_epsilon": (settings.statistics_share or 0) * budget["target_epsilon"]}
-        noise = calibrate(alone, **share).noise_multiplier
+    samples, noise = size(data.train), settings.statistics_noise
+    if noise is None:
+        share = (settings.statistics_share or 0) * budget["target_epsilon"]
+        noise = _once(samples, {**budget, "target_epsilon": share}).noise_multiplier
         settings = replace(settings, statistics_share=None, statistics_noise=noise)
-    assert settings.statistics_noise is not None
-    earlier = ((Release(settings.statistics_noise, 1.0, samples), 1),)
+    earlier = ((Release(noise, 1.0, samples), 1),)
     return replace(data, fitted=replace(data.fitted, earlier=earlier)), settings
 
 
+def _once(samples: int, budget: Mapping[str, Any]) -> SampledMechanism:
+    """Return the one release about all samples that a search of it alone may publish."""
+    return calibrate(SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples), **budget)
+
+
 def _mechanism(settings: TrainSettings, data: Data) -> SampledMechanism:
-    batch_size, samples = settings.mechanism()["batch_size"], size(data.train)
+    batch_size, samples = settings.expected_batch_size(), size(data.train)
     schedule = BatchSchedule.parse(batch_size, sample_size=samples, epochs=settings.epochs, steps=settings.steps)
     earlier = () if data.fitted is None else data.fitted.earlier
     return SampledMechanism(schedule=schedule, sample_size=samples, earlier=earlier)
-
-
-def _score(data: Data, settings: TrainSettings, budget: Mapping[str, Any]) -> Release:
-    """Return the release of a private score."""
-    if data.kind not in SCORED or settings.group_column is not None:
-        raise ConfigurationError(
-            "--private-validation is for scores that count right answers, one for each person: classes, without "
-            "--group-column. Leave it out if the validation samples are public."
-        )
-    samples = size(data.validation)
-    alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
-    return calibrate(alone, **budget).release(0)
 
 
 def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
@@ -241,10 +212,7 @@ class SearchFolder:
         write_json(folder.inputs, _fingerprints(plan))
         runs = draw_runs(plan.search, source.random)
         write_json(folder.secret, [source.randrange(len(plan.candidates)) for _ in range(runs)])
-        others = [[[asdict(release), count] for release, count in run] for run in (plan.run, *plan.search.others)]
-        facts = {"mean_runs": plan.search.mean_runs, "distribution": plan.search.distribution}
-        facts |= {"candidates": plan.candidates, "runs": others, "target_delta": plan.target_delta}
-        write_json(folder.plan, facts | {"score_noise": plan.score_noise})  # last: it marks a search that can resume
+        write_json(folder.plan, asdict(plan))  # last: it marks a search that can resume
         return folder
 
     @classmethod
@@ -255,21 +223,22 @@ class SearchFolder:
             raise RunFolderError(f"{path} is not the folder of a search: it has no {folder.plan.name}.")
         with intact(folder.plan, "restore it from a copy, or start a new search"):
             facts = json.loads(folder.plan.read_text("utf-8"))
-            first, *others = (tuple((Release(**r), count) for r, count in run) for run in facts["runs"])
-            search = Search(facts["mean_runs"], facts["distribution"], tuple(others))
-            found = Plan(tuple(facts["candidates"]), search, first, facts["score_noise"], facts["target_delta"])
-        return folder, found
+            runs = (tuple((Release(**release), count) for release, count in run) for run in facts["runs"])
+            return folder, Plan(**facts | {"runs": tuple(runs)})
 
     def forget(self) -> None:
         """Remove what epsilon does not cover, after the report."""
         shutil.rmtree(self.trials, ignore_errors=True)
-        self.secret.unlink(missing_ok=True)
-        self.inputs.unlink(missing_ok=True)
-        (self.path / LOCK).unlink(missing_ok=True)
+        for path in (self.secret, self.inputs, self.path / LOCK):
+            path.unlink(missing_ok=True)
 
     def locked(self) -> AbstractContextManager[None]:
         """Keep other processes from this search; a trial that outlives a killed search keeps them from it, too."""
         return RunFolder(self.path).locked(by_children=True)
+
+    def trial(self, number: int) -> RunFolder:
+        """Return the run folder of a trial."""
+        return RunFolder(self.trials / f"{number:04}")
 
     def require_inputs(self, plan: Plan) -> None:
         """Raise RunFolderError unless the data, and facts of their columns, are those that the search began with."""
@@ -307,8 +276,8 @@ def run_trials(folder: SearchFolder, plan: Plan, jobs: int) -> None:
 
 
 def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) -> int:
-    path = folder.trials / f"{number:04}"
-    run = RunFolder(path)
+    run = folder.trial(number)
+    path = run.path
     if run.report.exists():
         return 0
     folder.require_inputs(plan)
@@ -316,10 +285,10 @@ def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) ->
         arguments = ["--resume", str(path)]
     else:
         shutil.rmtree(path, ignore_errors=True)  # without a checkpoint nothing was released
-        config = folder.trials / f"{number:04}.yaml"
+        config = path.with_suffix(".yaml")
         write_atomically(config, yaml.safe_dump(plan.candidates[candidate]).encode())
         arguments = ["--config", str(config), "--out", str(path)]
-    return launch_trial(["train", *arguments], folder.trials / f"{number:04}.log")
+    return launch_trial(["train", *arguments], path.with_suffix(".log"))
 
 
 def launch_trial(arguments: list[str], log: Path) -> int:
@@ -338,18 +307,12 @@ def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
     reports = [_require_report(folder, plan, number) for number in range(len(drawn))]
     best = max(range(len(drawn)), key=partial(_score_of, folder, plan), default=None)
     names = [name for name in plan.candidates[0] if len({str(c[name]) for c in plan.candidates}) > 1]
-    result: dict[str, Any] = {
-        "statement": statement(plan),
-        "epsilon": plan.epsilon,
-        "delta": plan.target_delta,
-        "candidates": [{name: candidate[name] for name in names} for candidate in plan.candidates],
-        "mean_runs": plan.search.mean_runs,
-        "distribution": plan.search.distribution,
-        "validation": "public" if plan.score_noise is None else "private",
-        "chosen": None,
-    }
+    result: dict[str, Any] = {"statement": statement(plan), "epsilon": plan.epsilon, "delta": plan.target_delta}
+    result |= {"candidates": [{name: candidate[name] for name in names} for candidate in plan.candidates]}
+    result |= {"mean_runs": plan.mean_runs, "distribution": plan.distribution, "chosen": None}
+    result |= {"validation": "public" if plan.score_noise is None else "private"}
     if best is not None:
-        run = RunFolder(folder.trials / f"{best:04}")
+        run = folder.trial(best)
         result["chosen"] = {name: plan.candidates[drawn[best]][name] for name in names}
         result["test"] = reports[best]["test"]
         for path in (run.model, run.columns, run.config):
@@ -362,30 +325,27 @@ def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
 
 def statement(plan: Plan) -> str:
     """Return the guarantee of the outcome in one sentence."""
-    search, samples, group = plan.search, plan.run[-1][0].sample_size, plan.candidates[0]["group_column"]
+    run, group = plan.runs[0], plan.candidates[0]["group_column"]
+    samples, relation = run[-1][0].sample_size, relation_of(release for release, _ in run)
     unit = "one sample" if group is None else f"one {group}, with all rows,"
     scored = "" if plan.score_noise is None else ", of noisy scores on validation samples, which it covers, too"
     return (
         f"epsilon = {rounded_up(plan.epsilon)} at delta = {plan.target_delta:g} for {unit} of N = {samples}, "
-        f"{relation_of(release for release, _ in plan.run)} neighbours (zero-out at fixed N), for the best of a secret "
-        f"number of runs ({search.distribution}, mean {search.mean_runs:g}) among {len(plan.candidates)} "
-        f"candidates{scored} (accountant: rdp, Papernot and Steinke 2022)"
+        f"{relation} neighbours (zero-out at fixed N), for the best of a secret number of runs "
+        f"({plan.distribution}, mean {plan.mean_runs:g}) among {len(plan.candidates)} candidates{scored} "
+        f"(accountant: rdp, Papernot and Steinke 2022)"
     )
 
 
 def _require_report(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
     """Return the report of a trial; raise AccountingError unless it cost what the plan says."""
-    run = RunFolder(folder.trials / f"{number:04}")
-    path = run.report.with_suffix(".json")
+    path = folder.trial(number).report.with_suffix(".json")
     with intact(path, "resume the search"):
         report = json.loads(path.read_text("utf-8"))
-        spent, privacy = report["privacy"]["epsilon"], report["privacy"]
-        counts = next(
-            counts
-            for counts in (plan.run, *plan.search.others)
-            if counts[-1][0].noise_multiplier == privacy["noise_multiplier"]
-            and sum(count for _, count in counts[len(privacy["earlier"]) :]) == privacy["steps"]
-        )
+        privacy = report["privacy"]
+        spent, noise, earlier = privacy["epsilon"], privacy["noise_multiplier"], len(privacy["earlier"])
+        alike = (run for run in plan.runs if run[-1][0].noise_multiplier == noise)
+        counts = next(run for run in alike if sum(count for _, count in run[earlier:]) == privacy["steps"])
     if spent > compute_epsilon(counts, plan.target_delta, privacy["accountant"]):
         raise AccountingError(
             "A trial repeated steps with other sums, so it cost more than the search accounts for: the search chooses "
@@ -396,18 +356,17 @@ def _require_report(folder: SearchFolder, plan: Plan, number: int) -> dict[str, 
 
 def _score_of(folder: SearchFolder, plan: Plan, number: int) -> float:
     """Return the score of a trial, drawn once: accuracy of classes, else minus the loss of validation samples."""
-    path = folder.trials / f"{number:04}.score.json"
+    run = folder.trial(number)
+    path = run.path.with_suffix(".score.json")
     if path.is_file():
         return float(json.loads(path.read_text("utf-8")))
-    run = RunFolder(folder.trials / f"{number:04}")
     row = run.read_metrics()[-1]
-    loss = row.get("validation_loss", math.nan)
-    score = row["validation_accuracy"] if "validation_accuracy" in row and "validation_perplexity" not in row else -loss
+    accuracy = None if "validation_perplexity" in row else row.get("validation_accuracy")
+    score = -row.get("validation_loss", math.nan) if accuracy is None else accuracy
     if plan.score_noise is not None:
         samples = json.loads(run.report.with_suffix(".json").read_text("utf-8"))["samples"]["validation"]
         right = round(score * samples)
         score = (right + plan.score_noise * secrets.SystemRandom().gauss(0, 1)) / samples
-    if not math.isfinite(score):
-        score = -math.inf
+    score = score if math.isfinite(score) else -math.inf
     write_json(path, score)
     return score

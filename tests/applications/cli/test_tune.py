@@ -294,7 +294,7 @@ def test_a_table_with_private_bounds_is_searched_within_the_budget(tmp_path, dps
     assert report["chosen"] == {"model": "mlp"}
     assert report["epsilon"] <= 4
     plan = tuning.SearchFolder.open(out)[1]
-    assert plan.run[0] == (Release(plan.candidates[0]["statistics_noise"], 1.0, 210), 1)
+    assert plan.runs[0][0] == (Release(plan.candidates[0]["statistics_noise"], 1.0, 210), 1)
     assert (out / "columns.json").exists()
 
 
