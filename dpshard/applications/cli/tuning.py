@@ -5,8 +5,8 @@ Papernot and Steinke 2022, arXiv:2110.03620, bound the best trial's epsilon, if 
 distributions (accounting/search.py). So that number, the settings of the others and their scores stay secret.
 Candidates may differ in cost: the bound is that of the worst one.
 
-[Note: Private validation] One person is in the training, at the cost of the releases, or in the validation, at the cost
-of one noisy count of right answers: Gaussian, of sensitivity 1. Both are candidates of the bound.
+[Note: Private validation] One person is in the training or in the validation. The validation costs one noisy count of
+right answers: Gaussian, of sensitivity 1. Both are candidates of the bound.
 """
 
 from __future__ import annotations
