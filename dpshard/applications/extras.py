@@ -1,4 +1,4 @@
-"""Packages of dpshard's extras."""
+"""Packages of extras."""
 
 from __future__ import annotations
 
@@ -8,10 +8,7 @@ from dpshard.errors import ConfigurationError
 
 
 def require(package: str, extra: str, what: str) -> None:
-    """Raise ConfigurationError unless `package`, which `what` needs, is installed.
-
-    A broken package raises its own ImportError.
-    """
+    """Raise ConfigurationError unless `package`, which `what` needs, is installed."""
     try:
         importlib.import_module(package)
     except ModuleNotFoundError as error:

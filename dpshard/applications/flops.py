@@ -1,4 +1,4 @@
-"""Formulas for floating-point operations by operator: torch's, and missing ones."""
+"""Formulas for floating-point operations by operator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _convolution_backward(gradient: Any, x: Any, weight: Any, *args: Any, **_: A
     return (mask[0] + mask[1]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed)
 
 
-# The registry lacks the attention kernel of the CPU, which torch picks for CPU tensors, also for fake ones.
+# torch picks this kernel for CPU tensors, also for fake ones, but the registry lacks it.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,
@@ -31,11 +31,10 @@ FORMULAS: dict[Any, Callable[..., int]] = {
         g.shape, q.shape, k.shape, v.shape
     ),
 }
-"""Functions that count the operations of an operator: only products, as FlopCounterMode does."""
 
 
 class FlopMeter(TorchDispatchMode):
-    """Counts operations; unlike FlopCounterMode it hooks no modules and keeps no tensors."""
+    """Counts operations, without the hooks of FlopCounterMode."""
 
     def __init__(self) -> None:
         super().__init__()

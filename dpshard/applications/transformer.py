@@ -1,4 +1,4 @@
-"""A transformer in plain torch, for the command line and the planner."""
+"""A transformer in plain torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Attention(nn.Module):
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
 
     def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
-        """Return attention output [B, T, D]; ignore positions where `attend_BT` is False."""
+        """Return [B, T, D]; ignore positions where `attend_BT` is False."""
         qkv = self.qkv(x_BTD).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         mask = None if attend_BT is None else attend_BT[:, None, None, :]
         y_BHTK = F.scaled_dot_product_attention(*qkv.unbind(0), attn_mask=mask, is_causal=self.causal)
@@ -26,7 +26,7 @@ class Attention(nn.Module):
 
 
 class Block(nn.Module):
-    """A pre-norm transformer block."""
+    """A pre-norm block."""
 
     def __init__(self, width: int, heads: int, *, causal: bool = False, hidden: int | None = None) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.positions.weight, std=0.02)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary] of the token after each of the ids [B, T]."""
+        """Return logits [B, T, vocabulary] of ids [B, T]."""
         h_BTD = self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))
         for block in self.blocks:
             h_BTD = block(h_BTD)

@@ -13,20 +13,20 @@ from dpshard.errors import ConfigurationError
 
 
 def is_path(text: str) -> bool:
-    """Return True if `text` is package.module:function."""
+    """Return True for package.module:function."""
     return re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_]\w*", text) is not None
 
 
 def load(path: str) -> Callable[..., Any]:
-    """Return the function at `path`, package.module:function; puts the working directory on the module path.
+    """Return the function at `path`, package.module:function, also in the working directory.
 
-    Raises ConfigurationError if there is no such function.
+    Raises ConfigurationError without one.
     """
     module_name, _, name = path.partition(":")
     if not (module_name and name):
         raise ConfigurationError(f"{path!r} names no function: write package.module:function.")
     if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())  # as `python -m` does, but not the program `dpshard`
+        sys.path.insert(0, os.getcwd())  # as `python -m` does
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:

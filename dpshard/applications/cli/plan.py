@@ -1,9 +1,9 @@
-"""`dpshard plan`: the cost of a private step on many ranks, counted on one core."""
+"""`dpshard plan`: the cost of a private step on many ranks."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_args
@@ -14,16 +14,14 @@ from rich.markup import escape
 from dpshard.applications.cli import console, plan_pipeline, plan_time, plots
 from dpshard.applications.cli.options import options_of
 from dpshard.applications.cli.plan_settings import PlanSettings
+from dpshard.applications.cli.plan_time import GIB, RunCosts
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import CLIPPING_MODES, ClippingStyle, require_choice
 from dpshard.errors import ConfigurationError
 
 if TYPE_CHECKING:
-    from dpshard.applications.cli.plan_time import RunCosts
-    from dpshard.applications.planner import Estimate, Plan
+    from dpshard.applications.planner import Plan
     from dpshard.applications.planner.hardware import Hardware
-
-GIB = 2**30
 
 
 @options_of(PlanSettings, "plan")
@@ -43,6 +41,8 @@ def command(
     settings = PlanSettings(**{name: value for name, value in flags.items() if value is not None})
     chosen = [parse_clipping(text) for text in settings.clipping or ()]
     with console.err.status("loading ...") as status:
+        from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
+        from dpshard.applications.planner.advice import advise
         from dpshard.applications.planner.hardware import Hardware
 
         def report(what: str) -> None:
@@ -50,6 +50,7 @@ def command(
             if not console.err.is_terminal:
                 console.err.print(f"{what} ...")
 
+        clippings = [Clipping(style, mode) for style, mode in chosen]
         same = {name: getattr(settings, name) for name in ("gpu", "mfu", "intra", "inter", "pcie", "node")}
         hardware = Hardware(**same, latency=settings.latency * 1e-6)
         if settings.budget is not None:
@@ -58,33 +59,19 @@ def command(
         if settings.pp != 1:
             if plot is not None:
                 raise ConfigurationError("--plot does not draw pipelines. Leave it out, or --pp.")
-            plan_pipeline.print_plan(settings, chosen, hardware, as_json, report)
+            plan_pipeline.print_plan(settings, clippings, hardware, as_json, report)
             return
         begun = time.monotonic()
-        plan = _planned(settings, chosen, report)
+        plan = make_plan(
+            Setup(**settings.setup),
+            micro_batch=settings.micro_batch,
+            clippings=clippings or DEFAULT_CLIPPINGS,
+            gpu_memory=settings.gpu_memory,
+            report=report,
+        )
         seconds = time.monotonic() - begun
         report("composing the run")
         costs = plan_time.run_costs(plan, settings, hardware)
-    _show(plan, hardware, costs, seconds, as_json, plot)
-
-
-def _planned(settings: PlanSettings, chosen: Sequence[tuple[str, str]], report: Callable[[str], None]) -> Plan:
-    from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
-
-    return make_plan(
-        Setup(**settings.setup),
-        micro_batch=settings.micro_batch,
-        clippings=[Clipping(style, mode) for style, mode in chosen] or DEFAULT_CLIPPINGS,
-        gpu_memory=settings.gpu_memory,
-        report=report,
-    )
-
-
-def _show(
-    plan: Plan, hardware: Hardware, costs: RunCosts | None, seconds: float, as_json: Path | None, plot: Path | None
-) -> None:
-    from dpshard.applications.planner.advice import advise
-
     advice = [*advise(plan), *plan_time.advice(plan, hardware)]
     if as_json is not None:
         figures = _figures(plan, advice, seconds) | plan_time.figures(plan, hardware, costs)
@@ -95,7 +82,7 @@ def _show(
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
-    """Return style and mode of `STYLE[:MODE]`; raise ConfigurationError for unknown ones."""
+    """Return style and mode of `STYLE[:MODE]`, or raise ConfigurationError."""
     style, _, mode = text.partition(":")
     require_choice("clipping", style, get_args(ClippingStyle))
     require_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
@@ -104,23 +91,17 @@ def parse_clipping(text: str) -> tuple[str, str]:
 
 def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Sequence[str], seconds: float) -> None:
     from dpshard.applications.planner.counts import PARTS
+    from dpshard.applications.planner.estimates import zero_model_states
 
     setup = plan.setup
     precision = "bfloat16, reduced in float32" if setup.precision == "bf16" else "float32"
-    shard = setup.shard + _parallel(setup)
+    shard = setup.shard + "".join(f", {n} {size}" for n, size in (("tp", setup.tp), ("cp", setup.cp)) if size > 1)
     again = "activations computed again" if setup.checkpointing else "activations kept"
     console.out.print(
         f"[bold]{escape(str(setup.model))}[/], {plan.parameters / 1e9:,.1f} billion parameters, on {setup.ranks} ranks "
         f"({shard}), {setup.micro_batches} x {plan.micro_batch} samples per rank and step, {precision}, {again}"
     )
-    table = console.plain_table("A step of one rank", collapse_padding=True)
-    table.add_column("", no_wrap=True)
-    for estimate in plan.estimates:
-        table.add_column(estimate.label.replace(", ", "\n"), justify="right")
-
-    def add(name: str, values: Callable[[Estimate], str], style: str = "") -> None:
-        table.add_row(name, *map(values, plan.estimates), style=style)
-
+    table, add = plan_time.new_table("A step of one rank", plan.estimates)
     add("TFLOP", lambda estimate: f"{estimate.flops / 1e12:,.1f}")
     add("peak GiB", lambda estimate: f"{estimate.peak / GIB:,.1f}", "bold")
     for part in PARTS:
@@ -139,7 +120,9 @@ def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Seque
     console.out.print(f"[dim]{plan_time.assumptions(hardware)}[/]")
     if costs is not None:
         plan_time.print_run(plan, costs)
-    states = "; ".join(f"{stage} {size / GIB:,.1f}" for stage, size in plan.model_states.items())
+    states = "; ".join(
+        f"{stage} {size / GIB:,.1f}" for stage, size in zero_model_states(plan.parameters, setup.ranks).items()
+    )
     console.out.print(f"By formula, GiB per rank of parameters, gradients and Adam states: {states}.")
     for sentence in advice:
         console.out.print(f"• {escape(sentence)}")
@@ -148,11 +131,9 @@ def _print(plan: Plan, hardware: Hardware, costs: RunCosts | None, advice: Seque
     )
 
 
-def _parallel(setup: Any) -> str:
-    return "".join(f", {name} {size}" for name, size in (("tp", setup.tp), ("cp", setup.cp)) if size > 1)
-
-
 def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any]:
+    from dpshard.applications.planner.estimates import zero_model_states
+
     def collectives(estimate: Any) -> list[dict[str, Any]]:
         return [
             {"kind": kind, "dtype": dtype, "calls": traffic.calls, "bytes": traffic.nbytes}
@@ -176,14 +157,14 @@ def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any
             }
             for estimate in plan.estimates
         ],
-        "model_states_bytes": plan.model_states,
+        "model_states_bytes": zero_model_states(plan.parameters, plan.setup.ranks),
         "advice": list(advice),
         "seconds": seconds,
     }
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw peak memory by part, and FLOPs, of every step."""
+    """Draw memory and FLOPs of every step."""
     from dpshard.applications.planner.counts import PARTS
 
     estimates = plan.estimates[::-1]

@@ -1,4 +1,4 @@
-"""Plans of pipelines, printed: `dpshard plan --pp`."""
+"""`dpshard plan --pp`."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ from rich.table import Table
 
 from dpshard.applications.cli import console, plan_time
 from dpshard.applications.cli.plan_settings import PlanSettings
+from dpshard.applications.cli.plan_time import GIB
 from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
+    from dpshard.applications.planner import Clipping
     from dpshard.applications.planner.hardware import Hardware
-    from dpshard.applications.planner.pipelines import PipelineEstimate, PipelinePlan
+    from dpshard.applications.planner.pipelines import PipelinePlan
 
-GIB = 2**30
 SHOWN = 4
 """Stages whose memory is printed."""
 
 
 def print_plan(
     settings: PlanSettings,
-    chosen: Sequence[tuple[str, str]],
+    clippings: Sequence[Clipping],
     hardware: Hardware,
     as_json: Path | None,
     report: Callable[[str], None],
 ) -> None:
-    """Count the stages of a pipeline, and print time and memory of a step."""
-    from dpshard.applications.planner import Clipping, Setup
+    """Count the stages of a pipeline, and print a step."""
+    from dpshard.applications.planner import Setup
     from dpshard.applications.planner.pipelines import make_pipeline_plan
 
     begun = time.monotonic()
@@ -40,7 +41,7 @@ def print_plan(
         Setup(**settings.setup),
         pp=settings.pp,
         micro_batch=settings.micro_batch,
-        clippings=[Clipping(style, mode) for style, mode in chosen] or None,
+        clippings=clippings or None,
         report=report,
     )
     seconds = time.monotonic() - begun
@@ -87,14 +88,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
-    table = console.plain_table("A step", collapse_padding=True)
-    table.add_column("", no_wrap=True)
-    for estimate in plan.estimates:
-        table.add_column(estimate.label, justify="right")
-
-    def add(name: str, values: Callable[[PipelineEstimate], str], style: str = "") -> None:
-        table.add_row(name, *map(values, plan.estimates), style=style)
-
+    table, add = plan_time.new_table("A step", plan.estimates)
     times = {e.label: plan.times(e, hardware) for e in plan.estimates}
     peaks = {e.label: plan.peaks(e) for e in plan.estimates}
     worst = sorted(range(plan.pp), key=lambda s: -max(some[s] for some in peaks.values()))

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
 
 from dpshard.applications.cli import console
 from dpshard.applications.cli.plan_settings import PlanSettings
@@ -14,18 +16,19 @@ from dpshard.applications.cli.run_folder import write_json
 if TYPE_CHECKING:
     from dpshard.applications.planner import Estimate, Plan
     from dpshard.applications.planner.hardware import Hardware
+    from dpshard.applications.planner.pipelines import PipelineEstimate
     from dpshard.applications.planner.run_cost import Run, RunCost
 
 GIB = 2**30
 NODES = (1, 2, 4, 8, 16)
-"""Numbers of nodes, relative to the plan's, at which Amdahl's law is fitted."""
+"""Numbers of nodes at which Amdahl's law is fitted, relative to the plan's."""
 
 AddRow = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
 class RunCosts:
-    """A whole run: its guarantee, and what it costs in each style."""
+    """What a whole run costs."""
 
     run: Run
     noise_multiplier: float
@@ -33,13 +36,26 @@ class RunCosts:
     by_label: dict[str, RunCost | None]
 
 
+def new_table(title: str, estimates: Sequence[Estimate] | Sequence[PipelineEstimate]) -> tuple[Table, AddRow]:
+    """Return a table with a column for each estimate, and what adds a row."""
+    table = console.plain_table(title, collapse_padding=True)
+    table.add_column("", no_wrap=True)
+    for estimate in estimates:
+        table.add_column(estimate.label.replace(", ", "\n"), justify="right")
+
+    def add(name: str, values: Callable[[Any], str], style: str = "") -> None:
+        table.add_row(name, *map(values, estimates), style=style)
+
+    return table, add
+
+
 def offloaded(plan: Plan, estimate: Estimate) -> float:
-    """Return the GiB of the host's memory, per node, that hold records with offload_records="auto"."""
+    """Return the GiB of a host's memory that hold records with offload_records="auto"."""
     return plan.setup.node * plan.spilled(estimate) / GIB
 
 
 def add_rows(plan: Plan, hardware: Hardware, add: AddRow) -> None:
-    """Add the times of the counted step to the table of a plan."""
+    """Add times of the counted step."""
     times = {e.label: plan.times(e, hardware) for e in plan.estimates}
     add("seconds", lambda e: f"{times[e.label].total:,.3g}", "bold")
     for phase in ("forward", "backward", "update"):
@@ -50,7 +66,7 @@ def add_rows(plan: Plan, hardware: Hardware, add: AddRow) -> None:
 
 
 def add_rates(plan: Plan, hardware: Hardware, add: AddRow) -> None:
-    """Add the speed of every style at its own largest micro-batch."""
+    """Add speeds at the largest micro-batches."""
 
     def rate(estimate: Estimate) -> str:
         largest = estimate.largest_micro_batch
@@ -65,7 +81,7 @@ def unit(plan: Plan) -> str:
 
 
 def assumptions(hardware: Hardware) -> str:
-    """Return the sentence with the speeds behind the times."""
+    """Return the sentence with the speeds."""
     return (
         f"Times are estimates: {hardware.gpu} at {hardware.mfu:.0%} of its peak, {hardware.intra:g} GB/s within a node "
         f"of {hardware.node}, {hardware.inter:g} GB/s between nodes, {1e6 * hardware.latency:g} us of latency."
@@ -73,7 +89,7 @@ def assumptions(hardware: Hardware) -> str:
 
 
 def advice(plan: Plan, hardware: Hardware) -> list[str]:
-    """Return sentences about time: where the network binds, what offloading costs, how the run scales."""
+    """Return sentences about time."""
     from dpshard.applications.planner.counts import RECORDS
     from dpshard.applications.planner.timeline import parallel_share
 
@@ -107,7 +123,7 @@ def advice(plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def run_costs(plan: Plan, settings: PlanSettings, hardware: Hardware) -> RunCosts | None:
-    """Return what the run of the settings costs in each style; None if they have no run."""
+    """Return what the run of the settings costs; None without one."""
     from dpshard.applications.planner.run_cost import Run, best_run_cost
 
     if settings.batch_size is None or settings.sample_size is None or settings.steps is None:
@@ -125,7 +141,7 @@ def run_costs(plan: Plan, settings: PlanSettings, hardware: Hardware) -> RunCost
 
 
 def print_run(plan: Plan, costs: RunCosts) -> None:
-    """Print the guarantee of a run, and its cost in each style."""
+    """Print a run."""
     run = costs.run
     console.out.print(
         f"\n{run.steps:,} steps of {run.batch_size:,} of {run.sample_size:,} samples: sigma "
@@ -176,7 +192,7 @@ def figures(plan: Plan, hardware: Hardware, costs: RunCosts | None) -> dict[str,
 def print_frontier(
     budget: str, seq: int | None, hardware: Hardware, as_json: Path | None, report: Callable[[str], None]
 ) -> None:
-    """Print the batches, steps and noise that a budget buys."""
+    """Print what a budget buys."""
     from dpshard.applications.planner.frontier import frontier, parse_means
 
     means = parse_means(budget, seq)

@@ -1,4 +1,4 @@
-"""Sentences about a plan: styles that fit, that do not, and ways out."""
+"""Sentences about a plan."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dpshard.applications.planner.counts import RECORDS
 from dpshard.applications.planner.estimates import GIB, Estimate, Plan
 
 HEAVY = 0.2
-"""Share of the peak above which the advice mentions records."""
+"""Share of the peak above which records are mentioned."""
 
 
 def advise(plan: Plan) -> list[str]:

@@ -1,4 +1,4 @@
-"""Counts of one step: its products and collectives in their order, and the memory between them."""
+"""Counts of one step: its events, and the memory between them."""
 
 from __future__ import annotations
 
@@ -12,23 +12,19 @@ from dpshard.applications.planner.timeline import Event
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
-"""Parts of memory.
-
-parameters: shards and gathered parameters. optimizer: its states. gradients: of parameters, whole and sharded, with
-reduction buffers. records: tensors kept from a layer's backward for the clipped sum. activations: all others.
-"""
+"""Gradients include reduction buffers."""
 
 Bytes = tuple[int, ...]
-"""Bytes by part, in the order of PARTS."""
+"""By part, as in PARTS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives of one kind and dtype in a step of one rank."""
+    """Collectives of one kind and dtype."""
 
     calls: int
     nbytes: int
-    """Bytes of whole tensors (gathered, before the scatter, or reduced), over all calls."""
+    """Of whole tensors: gathered, before the scatter, or reduced."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +32,13 @@ class Counts:
     """Costs of one step."""
 
     events: tuple[Event, ...]
-    """Products and collectives in their order; see timeline.py."""
     peaks: tuple[Bytes, ...]
-    """Most memory between each event and the one before it; an extrapolation adds others."""
+    """Most memory before each event, since the one before."""
     ends: tuple[Bytes, ...]
-    """Memory at each event."""
 
     @property
     def flops(self) -> int:
-        """Operations of products."""
+        """Operations of all products."""
         return sum(event.flops for event in self.events)
 
     @property
@@ -63,7 +57,7 @@ class Counts:
         return dict(sorted(found.items()))
 
     def parts(self) -> dict[str, int]:
-        """Return bytes by part at peak memory."""
+        """Return bytes by part at the peak."""
         return dict(zip(PARTS, max(self.peaks, key=sum), strict=True))
 
 
@@ -74,33 +68,30 @@ class Storage:
     nbytes: int
     part: str
     recorded: int | None = None
-    """Place in the log at which it became a record."""
+    """Place in the log."""
     reference: weakref.ref[Any] | None = None
 
 
 @dataclass(slots=True)
 class MemoryLog:
-    """Births, growth and deaths of storages between events.
-
-    The part of a storage may become known after the peak, so the log is read at the end.
-    """
+    """Changes of storages; read at the end, because parts become known late."""
 
     entries: list[tuple[Storage | None, int]] = field(default_factory=list)
-    """A storage and its additional bytes; None is an event."""
+    """Additional bytes; None is an event."""
 
     def restart(self, live: Iterable[Storage]) -> None:
-        """Begin anew with the storages that live now."""
+        """Begin anew with the storages that live."""
         self.entries = []
         for storage in live:
             storage.recorded = storage.recorded if storage.recorded is None else -1
             self.entries.append((storage, storage.nbytes))
 
     def add(self, storage: Storage, nbytes: int) -> None:
-        """Note that a storage grew by so many bytes."""
+        """Note that a storage grew."""
         self.entries.append((storage, nbytes))
 
     def record(self, storage: Storage) -> None:
-        """Note that a storage is a record from now on."""
+        """Note that a storage became a record."""
         storage.recorded = len(self.entries)
         self.entries.append((storage, 0))
 
@@ -109,7 +100,7 @@ class MemoryLog:
         self.entries.append((None, 0))
 
     def read(self) -> tuple[tuple[Bytes, ...], tuple[Bytes, ...]]:
-        """Return Counts.peaks and Counts.ends; the last stretch ends now."""
+        """Return Counts.peaks and Counts.ends."""
         sizes: dict[int, int] = {}
         now = dict.fromkeys(PARTS, 0)
         total, most = 0, -1

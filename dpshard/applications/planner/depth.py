@@ -1,11 +1,10 @@
-"""Count deep models by shallow ones; see [Note: Extrapolation] in extrapolation.py."""
+"""Counts of deep models by shallow ones; see [Note: Extrapolation] in extrapolation.py."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Protocol
 
 from dpshard.applications.planner.counts import Counts
 from dpshard.applications.planner.extrapolation import extrapolated
@@ -13,43 +12,27 @@ from dpshard.applications.planner.models import PRESETS, Transformer
 from dpshard.applications.planner.simulation import Clipping, Setup, Simulation
 
 FEW = 4
-"""Blocks of the smaller model: those at both ends, and two that have equals at both sides."""
+"""Both ends, and two blocks that have equals at both sides."""
 MANY = 12
-"""Blocks up to which a model is counted as it is."""
-
-
-class Countable(Protocol):
-    """One rank whose steps can be counted."""
-
-    elements: int
-    """Parameters of the model."""
-    shard_elements: int
-    """Those that the rank stores."""
-    positions: int
-    """Tokens of a sample; 1 for an image."""
-
-    def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """Return the costs of a step, ordinary without `clipping`."""
-        ...
 
 
 class Extrapolation:
-    """A rank with `pieces` blocks more than `few`; `more` has one more, and `whole` makes the rank itself."""
+    """A rank with `pieces` blocks more than `few`; `more` has one more."""
 
-    def __init__(self, few: Countable, more: Countable, pieces: int, whole: Callable[[], Countable]) -> None:
+    def __init__(self, few: Simulation, more: Simulation, pieces: int, whole: Callable[[], Simulation]) -> None:
         self._few, self._more, self._pieces, self._whole = few, more, pieces, cache(whole)
         self.elements = few.elements + pieces * (more.elements - few.elements)
         self.shard_elements = few.shard_elements + pieces * (more.shard_elements - few.shard_elements)
         self.positions = few.positions
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """See Countable."""
+        """See Simulation."""
         few, more = (rank.count(clipping, micro_batch) for rank in (self._few, self._more))
         found = extrapolated(few, more, self._pieces)
         return self._whole().count(clipping, micro_batch) if found is None else found
 
 
-def rank_of(setup: Setup) -> Countable:
+def rank_of(setup: Setup) -> Simulation | Extrapolation:
     """Return a rank of `setup`, within `fake_ranks`."""
     shape = setup.model if isinstance(setup.model, Transformer) else PRESETS.get(setup.model)
     # DDP's buckets ignore the borders of blocks.

@@ -1,14 +1,14 @@
-"""Estimates of ordinary and private steps, and the largest micro-batches that fit."""
+"""Estimates of steps."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dpshard.applications.planner.counts import RECORDS, Counts, Traffic
-from dpshard.applications.planner.depth import rank_of
+from dpshard.applications.planner.depth import Extrapolation, rank_of
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.simulation import Clipping, Setup, fake_ranks
+from dpshard.applications.planner.simulation import Clipping, Setup, Simulation, fake_ranks
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
 from dpshard.config import is_count, require_positive
 from dpshard.errors import ConfigurationError
@@ -24,7 +24,7 @@ DEFAULT_CLIPPINGS = (
 )
 
 LARGEST = 2**16
-"""Upper limit of the search for micro-batches."""
+"""Limit of the search for micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +34,20 @@ class Estimate:
     clipping: Clipping | None
     """None for ordinary training."""
     flops: int
-    """Operations of matrix products, convolutions and attention; a multiply-add is two."""
+    """Of products, convolutions and attention; a multiply-add is two."""
     traffic: dict[tuple[str, str], Traffic]
-    """Collectives by (kind, dtype)."""
+    """By (kind, dtype)."""
     parts: dict[str, int]
-    """Bytes by part at peak memory."""
+    """Bytes at the peak."""
     largest_micro_batch: int | None = None
-    """Largest micro-batch that fits the GPU; 0 if one sample does not fit, None without a search."""
+    """0 if one sample does not fit, None without a search."""
     events: tuple[Event, ...] = ()
-    """Products and collectives of the step."""
     largest_events: tuple[Event, ...] = ()
-    """Those at the largest micro-batch."""
 
     @property
     def label(self) -> str:
         """Name for users."""
-        if self.clipping is None:
-            return "not private"
-        passes = "one pass" if self.clipping.passes == 1 else "two passes"
-        mode = "" if self.clipping.mode in ("auto", "mixed-ghost") else f" ({self.clipping.mode})"
-        return f"{self.clipping.style}, {passes}{mode}"
+        return label_of(self.clipping)
 
     @property
     def peak(self) -> int:
@@ -61,7 +55,7 @@ class Estimate:
         return sum(self.parts.values())
 
     def sent(self, kind: str) -> Traffic:
-        """Return the collectives of one kind, over all dtypes."""
+        """Return the collectives of one kind."""
         found = [traffic for (name, _), traffic in self.traffic.items() if name == kind]
         return Traffic(sum(t.calls for t in found), sum(t.nbytes for t in found))
 
@@ -72,26 +66,25 @@ class Plan:
 
     setup: Setup
     micro_batch: int
-    """Samples of a rank in one forward."""
+    """Samples of a rank."""
     parameters: int
     gpu_memory: int | None
     """Bytes."""
     estimates: tuple[Estimate, ...]
     """Ordinary training first."""
     shard_elements: int = 0
-    """Elements of the parameters that a rank stores."""
     positions: int = 1
     """Tokens of a sample; 1 for an image."""
 
     def spilled(self, estimate: Estimate) -> int:
-        """Return the bytes of records that offload_records="auto" moves; all of them if the GPU is not known."""
+        """Return the bytes of records that offload_records="auto" moves, without a known GPU all."""
         room = 0 if self.gpu_memory is None else (1 - RESERVE) * self.gpu_memory
         return min(estimate.parts[RECORDS], max(0, round(estimate.peak - room)))
 
     def times(self, estimate: Estimate, hardware: Hardware, *, micro_batch: int | None = None) -> Times:
-        """Return the time of a step at `micro_batch`, by default the one that was counted.
+        """Return the time of a step.
 
-        At the largest micro-batch its own counts are used; else products grow with the samples.
+        The largest micro-batch has counts of its own; for others, products grow with the samples.
         """
         micro_batch = micro_batch or self.micro_batch
         if micro_batch == estimate.largest_micro_batch:
@@ -101,7 +94,7 @@ class Plan:
         return self._replay(events, estimate, hardware)
 
     def times_on(self, estimate: Estimate, hardware: Hardware, ranks: int) -> Times:
-        """Return the time of a step with as many samples a rank on another number of ranks."""
+        """Return the time on other `ranks`, with as many samples each."""
         return self._replay(spread(estimate.events, self.setup.ranks, ranks), estimate, hardware)
 
     def _replay(self, events: Sequence[Event], estimate: Estimate, hardware: Hardware) -> Times:
@@ -109,22 +102,23 @@ class Plan:
         return replay(events, hardware, self.setup.precision, update_bytes=moved)
 
     def rate(self, estimate: Estimate, hardware: Hardware, micro_batch: int | None = None) -> float:
-        """Return tokens (images) a second and GPU at `micro_batch`."""
+        """Return tokens (images) a second and GPU."""
         samples = (micro_batch or self.micro_batch) * self.setup.micro_batches * self.setup.data_ranks
         seconds = self.times(estimate, hardware, micro_batch=micro_batch).total
         return samples * self.positions / seconds / self.setup.ranks
 
-    @property
-    def model_states(self) -> dict[str, float]:
-        """Bytes per rank of parameters, gradients and Adam states by ZeRO stage, mixed precision.
 
-        16 Psi, (4 + 12/N) Psi, (2 + 14/N) Psi, 16 Psi / N; Rajbhandari et al. 2020, Bu et al. 2023 Sec. 2.2.2.
-        """
-        return zero_model_states(self.parameters, self.setup.ranks)
+def label_of(clipping: Clipping | None) -> str:
+    """Return the name of a step for users."""
+    if clipping is None:
+        return "not private"
+    passes = "one pass" if clipping.passes == 1 else "two passes"
+    mode = "" if clipping.mode in ("auto", "mixed-ghost") else f" ({clipping.mode})"
+    return f"{clipping.style}, {passes}{mode}"
 
 
 def zero_model_states(parameters: int, ranks: int) -> dict[str, float]:
-    """Return Plan.model_states."""
+    """Return bytes of a rank by ZeRO stage, for Adam in mixed precision: Rajbhandari et al. 2020."""
     return {
         "stage 0 (DDP)": 16.0 * parameters,
         "stage 1": (4 + 12 / ranks) * parameters,
@@ -143,8 +137,8 @@ def make_plan(
 ) -> Plan:
     """Count a step of ordinary training, and one per item of `clippings`, on one rank of `setup`.
 
-    With `gpu_memory` (GiB) find the largest micro-batch that fits. `report` gets the name of each count. Raises
-    ConfigurationError for an unknown model, an impossible mesh, or within a process group.
+    With `gpu_memory` (GiB) find the largest micro-batch that fits. Raises ConfigurationError for an unknown model, an
+    impossible mesh, or within a process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
@@ -155,54 +149,45 @@ def make_plan(
     if gpu_memory is not None:
         require_positive("gpu_memory", gpu_memory)
         limit = round(gpu_memory * GIB)
-    estimates = []
     report("building the model")
     with fake_ranks(setup):
-        simulation = rank_of(setup)
-        for clipping in (None, *clippings):
-            empty = Estimate(clipping, 0, {}, {})
-            report(f"{empty.label}, micro-batch {micro_batch}")
-            counts = simulation.count(clipping, micro_batch)
-            found = Estimate(clipping, counts.flops, counts.traffic(), counts.parts(), events=counts.events)
-            if limit is not None:
-                tried = {micro_batch: counts}
+        rank = rank_of(setup)
+        estimates = tuple(_estimate(rank, clipping, micro_batch, limit, report) for clipping in (None, *clippings))
+    sizes = {"shard_elements": rank.shard_elements, "positions": rank.positions}
+    return Plan(setup, micro_batch, rank.elements, limit, estimates, **sizes)
 
-                def peak(
-                    batch: int,
-                    clipping: Clipping | None = clipping,
-                    label: str = found.label,
-                    tried: dict[int, Counts] = tried,
-                ) -> int:
-                    report(f"{label}, micro-batch {batch}")
-                    tried[batch] = simulation.count(clipping, batch)
-                    return tried[batch].peak
 
-                largest = largest_micro_batch(peak, limit, (micro_batch, found.peak))
-                events = tried[largest].events if largest else ()
-                found = replace(found, largest_micro_batch=largest, largest_events=events)
-            estimates.append(found)
-        return Plan(
-            setup,
-            micro_batch,
-            simulation.elements,
-            limit,
-            tuple(estimates),
-            shard_elements=simulation.shard_elements,
-            positions=simulation.positions,
-        )
+def _estimate(
+    rank: Simulation | Extrapolation,
+    clipping: Clipping | None,
+    micro_batch: int,
+    limit: int | None,
+    report: Callable[[str], None],
+) -> Estimate:
+    tried: dict[int, Counts] = {}
+
+    def peak(batch: int) -> int:
+        report(f"{label_of(clipping)}, micro-batch {batch}")
+        tried[batch] = rank.count(clipping, batch)
+        return tried[batch].peak
+
+    known = micro_batch, peak(micro_batch)
+    largest = None if limit is None else largest_micro_batch(peak, limit, known)
+    counts, events = tried[micro_batch], tried[largest].events if largest else ()
+    return Estimate(clipping, counts.flops, counts.traffic(), counts.parts(), largest, counts.events, events)
 
 
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
     """Return the largest B with peak(B) <= limit, or 0; `known` is one pair (B, peak).
 
-    Peaks grow nearly linearly in B, perhaps beyond a plateau. So lines through two values find B in a few counts.
+    Peaks are nearly linear in B, perhaps beyond a plateau.
     """
     points, width = [known], LARGEST
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])
     while exceeds - fits > 1:
         middle = 2 * fits if exceeds == LARGEST else (fits + exceeds) // 2
         guess = middle if len(points) == 1 else _where(limit, points, 8 * fits)
-        if guess != fits and 2 * (exceeds - fits) > width:  # the last count did not halve the range
+        if guess != fits and 2 * (exceeds - fits) > width:  # halve a range that the last count did not
             guess = middle
         guess = min(max(guess, fits + 1), exceeds - 1, 8 * fits or exceeds)
         width = exceeds - fits if exceeds < LARGEST else 2 * LARGEST
@@ -212,9 +197,7 @@ def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int
 
 
 def _where(limit: int, points: list[tuple[int, int]], otherwise: int) -> int:
-    """Return where a line through two of the points meets the limit; `otherwise` if it does not rise."""
     above = sorted(point for point in points if point[1] > limit)[:2]
-    # A point on the plateau gives a wrong slope.
     (first, low), (last, high) = above if len(above) == 2 else sorted(points[-2:])
     slope = (high - low) / (last - first)
     return int(last + (limit - high) / slope) if slope > 0 else otherwise

@@ -1,14 +1,9 @@
-"""Counts of a step with many equal pieces, from counts of two steps with few.
+"""Counts of a step with many equal pieces.
 
-[Note: Extrapolation]
-Every block of a model adds the same events, and so does every micro-batch. Two counts, one piece apart, show which
-events a piece adds, and where. Repeated, they give the events of any number of pieces. All other events stay, or grow
-linearly (the messages of `engine.metrics()`).
-
-Memory at a place of the step is linear, too, if places count from the first piece or from the last. So the added piece
-is taken twice: once near the first of its equals, and once near the last. The pieces at both ends are followed by
-themselves, because FSDP gathers one unit ahead and holds less there. The count assumes that batches of small tensors
-(up to 32 MiB) in a release keep growing. So they may make the peak of an update too large, never too small.
+[Note: Extrapolation] Every block, and every micro-batch, adds the same events. Two counts, one piece apart, show which,
+and where. Others stay, or grow linearly. So does memory, if places count from the first piece or from the last. So the
+added piece is taken near both ends: second and last but one, because FSDP gathers one unit ahead. Batches of small
+tensors in a release are assumed to grow, so the peak of an update may be too large, never too small.
 """
 
 from __future__ import annotations
@@ -22,14 +17,10 @@ from dpshard.applications.planner.timeline import Event
 
 Key = tuple[object, ...]
 Span = tuple[int, int]
-"""Begin and end of an added piece."""
 
 
 def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:
-    """Return counts with `pieces` pieces more than `few`, where `more` has one more.
-
-    None if they differ by something else than added events: small sums of several blocks are computed together, say.
-    """
+    """Return counts with `pieces` pieces more than `few`, or None if `more` adds not only events."""
     known, keys = _keys(few.events, more.events)
     added = [
         (j, end)
@@ -50,14 +41,14 @@ def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:
                 ends += list(more.ends[copies]) * pieces
             events.append(_event(few.events[a], more.events[b], pieces))
             ends.append(_line(few.ends[a], more.ends[b], pieces))
-            # Between two copies or before the first one: the stretch before the added piece has the same neighbours.
+            # The stretch before the added piece has the same neighbours as one between copies.
             before = b if span is None or last else span[0]
             peaks.append(_line(few.peaks[a], more.peaks[before], pieces))
     return Counts(tuple(events), tuple(peaks), tuple(ends))
 
 
 def _keys(few: Sequence[Event], more: Sequence[Event]) -> tuple[list[Key], list[Key]]:
-    """Return what makes events equal; sizes that only one of the counts has are left out."""
+    """Return what makes events equal, without sizes that only one of the counts has."""
     both = {_sized(event) for event in few} & {_sized(event) for event in more}
 
     def key(event: Event) -> Key:
@@ -71,7 +62,6 @@ def _sized(event: Event) -> Key:
 
 
 def _slid(added: list[Span], keys: list[Key], *, last: bool) -> list[Span]:
-    """Return the added pieces, each moved among its equals to the second place, or to the last but one."""
     moved = []
     for at, (j, end) in enumerate(added):
         least = added[at - 1][1] if at else 0
@@ -87,7 +77,6 @@ def _slid(added: list[Span], keys: list[Key], *, last: bool) -> list[Span]:
 
 
 def _pairs(added: list[Span], size: int) -> Iterator[tuple[int, int, Span | None]]:
-    """Yield equal places of both counts, and with them the piece that stands before."""
     a = 0
     starts = dict(added)
     b = 0

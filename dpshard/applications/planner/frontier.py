@@ -1,4 +1,4 @@
-"""The batches, steps and noise that a budget of epsilon and GPU-hours buys, for models of several sizes."""
+"""What a budget of epsilon and GPU-hours buys."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from dpshard.config import is_count, require_positive, require_probability
 from dpshard.errors import ConfigurationError
 
 SIZES = (3e8, 1e9, 3e9, 1e10)
-"""Parameters of the models."""
+"""Parameters."""
 BATCHES = tuple(2**k for k in range(12, 21, 2))
-"""Expected batch sizes."""
 SLOWER = 1.07
-"""FLOPs of private over ordinary training, one pass with several samples a rank; see docs/planning.md."""
+"""FLOPs of private over ordinary training; see docs/planning.md."""
 FEWEST_STEPS = 100
 KEYS = ("epsilon", "delta", "gpu-hours", "dataset")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Means:
-    """A budget of privacy and compute."""
+    """A budget."""
 
     epsilon: float
     delta: float
     gpu_hours: float
     sample_size: int
     seq: int = 1024
-    """Tokens of a sample."""
 
     def samples(self, parameters: float, hardware: Hardware) -> float:
         """Return the samples that a model sees: 6 operations per parameter and token (Kaplan et al. 2020)."""
@@ -47,15 +45,12 @@ class Point:
 
     @property
     def noise_per_batch(self) -> float:
-        """Sigma over the expected batch, the noise-batch ratio of McKenna et al. 2025, arXiv:2501.18914."""
+        """As in McKenna et al. 2025, arXiv:2501.18914."""
         return self.noise_multiplier / self.batch_size
 
 
 def parse_means(text: str, seq: int | None = None) -> Means:
-    """Return the budget in `epsilon=2,delta=1e-10,gpu-hours=10000,dataset=1e9`.
-
-    Raises ConfigurationError for another text.
-    """
+    """Parse `epsilon=2,delta=1e-10,gpu-hours=10000,dataset=1e9`, or raise ConfigurationError."""
     try:
         given = {key.strip(): float(value) for key, value in (part.split("=") for part in text.split(","))}
     except ValueError:
@@ -77,7 +72,7 @@ def parse_means(text: str, seq: int | None = None) -> Means:
 
 
 def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = lambda _: None) -> list[Point]:
-    """Return runs that use up the budget: for each model size the batches that leave FEWEST_STEPS steps or more."""
+    """Return the runs of at least FEWEST_STEPS steps."""
     points, ratio = [], 1.0
     budget = Budget(means.sample_size, means.epsilon, means.delta)
     for parameters in SIZES:

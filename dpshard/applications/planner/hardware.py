@@ -1,4 +1,4 @@
-"""Speeds of GPUs and networks: figures of their makers, and shares that runs reach."""
+"""Speeds of GPUs and networks."""
 
 from __future__ import annotations
 
@@ -11,16 +11,12 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Data sheet of a GPU: dense operations, without sparsity."""
+    """Data sheet, without sparsity: TFLOP/s, GB/s and GB."""
 
     bf16: float
-    """TFLOP/s of products in bfloat16."""
     fp32: float
-    """TFLOP/s of products in float32."""
     bandwidth: float
-    """GB/s of its memory."""
     memory: int
-    """GB of its memory."""
 
 
 GPUS: dict[str, Gpu] = {
@@ -30,27 +26,25 @@ GPUS: dict[str, Gpu] = {
     "h200": Gpu(989, 67, 4800, 141),
     "b200": Gpu(2250, 75, 7700, 180),
 }
-"""NVIDIA's data sheets: A100 SXM, H100 SXM, H200 SXM, HGX B200 (per GPU)."""
+"""NVIDIA's A100 SXM, H100 SXM, H200 SXM, HGX B200."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A cluster of one kind of GPU; bandwidths are per GPU and direction."""
+    """A cluster; bandwidths are GB/s per GPU and direction."""
 
     gpu: str = "h100"
-    """A name of GPUS."""
     mfu: float = 0.45
-    """Share of the peak that products reach, without waits for the network; about 0.35 to 0.55 in published runs."""
+    """Share of the peak that products reach; about 0.35 to 0.55 in published runs."""
     intra: float = 450.0
-    """GB/s within a node (NVLink 4: 450)."""
+    """Within a node: NVLink 4."""
     inter: float = 50.0
-    """GB/s between nodes (a network card of 400 Gbit/s a GPU: 50)."""
+    """Between nodes: 400 Gbit/s."""
     pcie: float = 50.0
-    """GB/s between GPU and host memory (PCIe 5: 64 less overhead)."""
+    """To the host: PCIe 5, less overhead."""
     latency: float = 20e-6
-    """Seconds of a collective for each doubling of its ranks."""
+    """Seconds for each doubling of ranks."""
     node: int = 8
-    """GPUs of a node."""
 
     def __post_init__(self) -> None:
         require_choice("gpu", self.gpu, list(GPUS))
@@ -64,23 +58,22 @@ class Hardware:
             raise ConfigurationError(f"node={self.node!r}: give the number of GPUs of a node, at least 1.")
 
     def flops(self, precision: str) -> float:
-        """Return operations a second of products in "bf16" or "fp32"."""
+        """Return operations a second."""
         gpu = GPUS[self.gpu]
         return self.mfu * 1e12 * (gpu.bf16 if precision == "bf16" else gpu.fp32)
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Return the time in which the GPU reads or writes so many bytes of its memory."""
+        """Return the time to read or write bytes."""
         return nbytes / (GPUS[self.gpu].bandwidth * 1e9)
 
     def hop_seconds(self, nbytes: float, *, within_node: bool) -> float:
-        """Return the time in which one rank sends another so many bytes."""
+        """Return the time to send bytes to one rank."""
         return self.latency + nbytes / ((self.intra if within_node else self.inter) * 1e9)
 
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
-        """Return the time of a collective over `ranks`, whose whole tensor has `nbytes`.
+        """Return latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice that for an all-reduce.
 
-        latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice the bytes for an all-reduce. This is the
-        alpha-beta model of a ring (Thakur, Rabenseifner and Gropp 2005), with the latency of a tree.
+        Bytes are of the whole tensor. A ring (Thakur, Rabenseifner and Gropp 2005) with the latency of a tree.
         """
         if ranks == 1:
             return 0.0

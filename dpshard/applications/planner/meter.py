@@ -1,9 +1,8 @@
-"""Counts of a step on fake tensors: collectives, FLOPs, and live memory by part.
+"""Counts of a step on fake tensors.
 
-[Note: Fake tensors and their values]
-A fake tensor has no values, but the step reads some, for example to test a norm for infinity. `UnreadValues` returns
-False for every bool and 0 for every number. Only this mode replaces values, and only of fake tensors, so it cannot
-weaken a check in training.
+[Note: Fake tensors and their values] The step reads some values, for example to test a norm for infinity.
+`UnreadValues` gives False for every bool and 0 for every number, of fake tensors only. So it cannot weaken a check in
+training.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETE
 from dpshard.applications.planner.timeline import Event
 from dpshard.errors import ConfigurationError
 
-_aten, _c10d = torch.ops.aten, torch.ops.c10d
+_aten = torch.ops.aten
 
 _KINDS = {
     "all-gather": ("allgather", "all_gather"),
@@ -38,7 +37,7 @@ _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
 class UnreadValues(TorchDispatchMode):
-    """A mode that replaces values of fake tensors; see [Note: Fake tensors and their values]."""
+    """See [Note: Fake tensors and their values]."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -50,14 +49,14 @@ class UnreadValues(TorchDispatchMode):
 
 
 class Meter(TorchDispatchMode):
-    """A mode that counts operations on tensors of one fake mode; enter it before you build the model."""
+    """Counts operations on tensors of one fake mode; enter it before you build the model."""
 
     def __init__(self, fake: FakeTensorMode, node: int = 8) -> None:
         super().__init__()
         self.fake, self.node = fake, node
         self.phase = "forward"
         self.waited: list[int] = []
-        """Ranks whose collectives products wait for."""
+        """Products wait for their collectives."""
         self._events: list[Event] = []
         self._log = MemoryLog()
         self._live: dict[int, Storage] = {}
@@ -73,7 +72,7 @@ class Meter(TorchDispatchMode):
         self._log.restart(list(self._live.values()))
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, and note the memory that it finds."""
+        """Begin a phase with an event."""
         self._add(Event(self.phase))
         self.phase = phase
 
@@ -82,7 +81,7 @@ class Meter(TorchDispatchMode):
         self._log.event()
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
-        """Set the part of `tensors`; an activation becomes a record from now on."""
+        """Set the part of `tensors`; only an activation becomes a record."""
         for x in tensors:
             local = x._local_tensor if isinstance(x, DTensor) else x
             if not self._is_ours(local):
@@ -92,8 +91,6 @@ class Meter(TorchDispatchMode):
                 storage.part = part
             elif storage.recorded is None and storage.part == ACTIVATIONS:
                 self._log.record(storage)
-
-    # --- dispatch -----------------------------------------------------------------------------------------------------
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -124,7 +121,7 @@ class Meter(TorchDispatchMode):
             raise ConfigurationError(
                 f"The plan cannot count the collective {name}: the planner does not support it yet."
             )
-        # The larger of inputs and outputs is the whole tensor.
+        # The larger one is whole.
         sides = [[x for x in tree_leaves(side) if isinstance(x, Tensor)] for side in (*args, result)]
         tensors = [x for side in sides for x in side]
         nbytes = max(sum(x.numel() * x.element_size() for x in side) for side in sides)
@@ -142,10 +139,8 @@ class Meter(TorchDispatchMode):
         )
         self.label(tensors, PARAMETERS if kind == "all-gather" else GRADIENTS)
 
-    # --- memory -------------------------------------------------------------------------------------------------------
-
     def __enter__(self) -> Meter:
-        # FSDP frees and allocates gathered parameters by resizing storage, which dispatch modes miss.
+        # FSDP resizes the storage of gathered parameters, which dispatch modes miss.
         self._resize = torch.UntypedStorage.resize_
         meter, resize = self, self._resize
 
@@ -187,7 +182,6 @@ class Meter(TorchDispatchMode):
 
 
 def _group(args: Any) -> Any:
-    """Return the process group among a collective's arguments: an object of c10d, or its name."""
     for x in args:
         if isinstance(x, str) and x not in _REDUCTIONS:
             return dist.distributed_c10d._resolve_process_group(x)  # pyright: ignore[reportArgumentType]

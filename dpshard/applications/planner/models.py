@@ -1,7 +1,4 @@
-"""Models of the planner: shapes of the DP-ZeRO paper, and any configuration of transformers.
-
-Parameters are fake tensors, so a hundred billion cost no memory.
-"""
+"""Models of the planner, of fake parameters."""
 
 from __future__ import annotations
 
@@ -26,39 +23,37 @@ from dpshard.errors import ConfigurationError
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model of a plan, with inputs and loss."""
+    """A model with inputs and loss."""
 
     model: nn.Module
     blocks: list[nn.Module]
-    """Modules that FSDP shards as units; the rest of the model is one more unit."""
+    """Units of FSDP."""
     inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
-    """Returns keyword inputs and targets of a micro-batch size."""
+    """Returns keyword inputs and targets."""
     loss: Callable[[Any, Tensor], Tensor]
-    """Returns the mean loss of output and targets."""
     around_step: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Context of forward and backward."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
-    """Shape of a GPT, or of a ViT if it has patches."""
+    """A GPT, or a ViT if it has patches."""
 
     width: int
     layers: int
     heads: int
     hidden: int | None = None
-    """Width within a block's MLP; None: 4 * width."""
+    """Of the MLP; None: 4 * width."""
     vocabulary: int = 50257
-    """Tokens of a GPT; classes of a ViT."""
+    """Classes of a ViT."""
     seq: int = 2048
-    """Default tokens of a GPT; pixels along a side of a ViT's image."""
+    """Tokens; pixels along a side."""
     patch: int | None = None
-    """Pixels along a side of a patch; None: a GPT."""
+    """Pixels along a side."""
     tied: bool = False
-    """True if a GPT's head is its token embedding."""
+    """True if the token embedding is the head."""
 
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
-        """Build the model for inputs of `seq` tokens or pixels."""
+        """Build the model."""
         length, block = seq or self.seq, self.block(checkpointing=checkpointing)
         if self.patch is None:
             model = GPT(self.vocabulary, length, self.width, self.layers, block, head=not self.tied)
@@ -87,11 +82,7 @@ PRESETS: dict[str, Transformer] = {
     "vit-g": Transformer(width=1664, layers=48, heads=16, hidden=8192, vocabulary=1000, seq=224, patch=14),
     "vit-10b": Transformer(width=6336, layers=21, heads=48, vocabulary=1000, seq=224, patch=14),
 }
-"""Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D.
-
-GPT2-XL and ViT-Gigantic follow Radford et al. 2019 and Zhai et al. 2022. For the others the paper gives only the number
-of parameters (and heads and layers of ViT-10B). The other values here meet it. GPT-1T is the largest model of Narayanan
-et al. 2021, arXiv:2104.04473, Table 1.
+"""Models of Bu et al. 2023, arXiv:2311.11822, Sec. 4 and App. D, and gpt-1t of Narayanan et al. 2021, arXiv:2104.04473.
 """
 
 
@@ -109,18 +100,15 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention"] * 26,
     },
 }
-"""Models that transformers builds: VaultGemma has 1.04 billion parameters, and was trained on 1,024 tokens."""
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-    """Return the mean loss of logits, or of an output that has them."""
+    """Return the mean loss of logits, or of an output with logits."""
     scores = getattr(output, "logits", output)
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 
 
 class _Checkpointed(Block):
-    """A block that recomputes its activations in backward."""
-
     def forward(self, x_BTD: Tensor, attend_BT: Tensor | None = None) -> Tensor:
         return checkpoint(super().forward, x_BTD, use_reentrant=False, preserve_rng_state=False)
 
@@ -146,7 +134,7 @@ class _ViT(nn.Module):
 def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
     """Build a preset, or a transformers configuration hf:NAME_OR_PATH (name, folder, or JSON).
 
-    Raises ConfigurationError if it is unknown, or cannot be read or sharded.
+    Raises ConfigurationError.
     """
     if name.startswith("hf:") or name in CONFIGURATIONS:
         return _from_transformers(name, seq, checkpointing)

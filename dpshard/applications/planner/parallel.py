@@ -34,9 +34,9 @@ from dpshard.errors import ConfigurationError
 
 
 def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subject:
-    """Return `subject` with its model cut over the dimension "tp", or its samples over the dimension "cp", of `mesh`.
+    """Return `subject` with its model cut over "tp", or its samples over "cp", of `mesh`.
 
-    Raises ConfigurationError unless the model is a GPT with a head of its own, and the ranks divide its sizes.
+    Raises ConfigurationError unless it is a GPT with a head of its own, and the ranks divide its sizes.
     """
     model = subject.model
     if tp > 1 and cp > 1:
@@ -62,7 +62,7 @@ def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subjec
 
 
 class _Gathering(nn.Module):
-    """Attention of a part of the tokens to all of them: keys and values are gathered over the group."""
+    """Attention of a part of the tokens to all."""
 
     def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
         super().__init__()
@@ -76,17 +76,14 @@ class _Gathering(nn.Module):
 
 
 def require_parts(heads: int, length: int, *, tp: int, cp: int = 1) -> None:
-    """Raise ConfigurationError unless the ranks divide heads, and tokens of a sample."""
+    """Raise ConfigurationError unless the ranks divide heads and tokens."""
     for what, size, ranks in (("heads", heads, tp), ("tokens of a sample", length, tp * cp)):
         if size % ranks:
             raise ConfigurationError(f"{size} {what} do not divide by {ranks} ranks. Choose another tp, cp or seq.")
 
 
 def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
-    """Apply tensor and sequence parallelism, in the form of Korthikanti et al. 2022, arXiv:2205.05198.
-
-    A stage of a pipeline has some of the modules at the ends of `model`, or none.
-    """
+    """Apply the parallelism of Korthikanti et al. 2022, arXiv:2205.05198; a stage lacks some `ends`."""
     whole, sequence = Replicate(), Shard(1)
     ends: dict[str, Any] = {
         "tokens": RowwiseParallel(input_layouts=whole, output_layouts=sequence),
@@ -94,7 +91,7 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
     }
-    # Values do not matter here, so qkv may be cut across q, k and v: shapes and work are those of whole heads.
+    # Shapes and work are right, although qkv is cut across q, k and v.
     inner: dict[str, Any] = {
         "norm_1": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
@@ -105,7 +102,6 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         "mlp.0": ColwiseParallel(),
         "mlp.2": RowwiseParallel(output_layouts=sequence),
     }
-    # No rank sends its values at the start: they are the same.
     here = {name: style for name, style in ends.items() if name in model._modules}
     if here:
         parallelize_module(model, mesh, here, src_data_rank=None)
@@ -115,7 +111,7 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def grids_unasked() -> Iterator[None]:
-    """Let engines take the ranks for the grid of the mesh: ranks that send nothing cannot confirm it."""
+    """Take the ranks for the grid of the mesh: ranks that send nothing cannot confirm it."""
     ask = grid.places_of
 
     def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
@@ -130,7 +126,7 @@ def grids_unasked() -> Iterator[None]:
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Let FSDP join meshes, whose ranks it reads, and DTensor infer shapes, by global operations, unseen by modes."""
+    """Hide from modes what FSDP and DTensor compute about ranks and shapes."""
     join, infer = DeviceMesh._concatenate, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def joined(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:

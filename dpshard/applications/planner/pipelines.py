@@ -1,4 +1,4 @@
-"""Plans of pipelines: stages counted one by one, and a schedule of their parts."""
+"""Plans of pipelines."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ class PipelineTimes:
     """Seconds of one step."""
 
     span: float
-    """From the first forward to the last backward."""
+    """Of the schedule."""
     within: float
-    """Of the span, in which ranks of a stage send to each other: tensor parallelism, on the busiest stage."""
+    """Of the span: collectives within the busiest stage."""
     sums: float
-    """Norms of groups that span stages, and their clipped sums on the slowest stage."""
+    """Of groups that span stages."""
     reduction: float
-    """All-reduce over replicas, beyond what runs beside backward."""
+    """Beyond what runs beside backward."""
     update: float
     bubble: float
-    """Share of the span in which stages wait for others."""
+    """Share of the span in which stages wait."""
 
     @property
     def total(self) -> float:
@@ -49,10 +49,9 @@ class PipelineTimes:
 
 @dataclass(frozen=True, slots=True)
 class PipelineEstimate:
-    """Costs of the stages, the first one first."""
+    """Costs of the stages."""
 
     clipping: Clipping | None
-    """None for ordinary training."""
     stages: tuple[StageCounts, ...]
 
     @property
@@ -66,19 +65,17 @@ class PipelinePlan:
     """Result of `dpshard plan --pp`."""
 
     setup: Setup
-    """Its micro_batches are the parts of a schedule's step."""
+    """Its micro_batches are parts."""
     micro_batch: int
     """Samples of a part."""
     elements: tuple[int, ...]
-    """Parameters of each stage."""
+    """Of each stage."""
     shards: tuple[int, ...]
-    """Those that a rank of the stage stores."""
+    """Of a rank."""
     positions: int
-    """Tokens of a sample."""
     sent: int
-    """Bytes of a part that a rank sends to the next stage."""
+    """Bytes of a part from a rank to the next stage."""
     estimates: tuple[PipelineEstimate, ...]
-    """Ordinary training first."""
 
     @property
     def pp(self) -> int:
@@ -91,7 +88,7 @@ class PipelinePlan:
         return self.setup.ranks // (self.pp * self.setup.tp)
 
     def peaks(self, estimate: PipelineEstimate) -> list[int]:
-        """Return the peak memory of each stage in bytes."""
+        """Return the peak bytes of each stage."""
         parts = self.setup.micro_batches
         return [peak_of(stage, order_of(s, self.pp, parts), parts) for s, stage in enumerate(estimate.stages)]
 
@@ -102,17 +99,21 @@ class PipelinePlan:
         forward = [stage.forward / speed + wait for stage, (wait, _) in zip(estimate.stages, waits, strict=True)]
         backward = [stage.backward / speed + wait for stage, (_, wait) in zip(estimate.stages, waits, strict=True)]
         found = walk(forward, backward, self._hops(hardware), parts)
-        reductions = [self._reduction(n, hardware) for n in self.shards]
+        near = self.setup.ranks <= self.setup.node
+        reductions = [
+            hardware.collective_seconds("all-reduce", 4 * n, self.replicas, within_node=near) for n in self.shards
+        ]
         private = estimate.clipping is not None
         if private:
             reduction = max(reductions)
-        else:  # DistributedDataParallel reduces beside the last backward, and each stage for itself
+        else:  # each stage reduces beside its last backward
             pairs = zip(found.last_backwards, reductions, strict=True)
             reduction = max(0.0, max(begin + seconds for begin, seconds in pairs) - found.span)
         sums = 0.0
         if any(stage.peaks[SUMS] for stage in estimate.stages):
             norms = 8 * self.pp * self.micro_batch * parts
-            sums = hardware.collective_seconds("all-gather", norms, self.pp, within_node=self._within(self.pp))
+            near = self.setup.node % self.pp == 0
+            sums = hardware.collective_seconds("all-gather", norms, self.pp, within_node=near)
             sums += max(stage.sums for stage in estimate.stages) * parts / speed
         moved = max(update_bytes(n, self.setup.optimizer, private=private) for n in self.shards)
         work = parts * (sum(forward) + sum(backward))
@@ -130,14 +131,8 @@ class PipelinePlan:
         tokens = self.micro_batch * self.setup.micro_batches * self.replicas * self.positions
         return tokens / self.times(estimate, hardware).total / self.setup.ranks
 
-    def _within(self, size: int) -> bool:
-        return self.setup.node % size == 0
-
     def _hops(self, hardware: Hardware) -> list[float]:
-        """Return the seconds in which stages send a part to the next one.
-
-        Ranks of a stage stand one after another, then stages, then replicas.
-        """
+        """Ranks stand by stage, then by replica."""
         tp, node = self.setup.tp, self.setup.node
         found = []
         for s in range(1, self.pp):
@@ -145,10 +140,6 @@ class PipelinePlan:
             near = all((at + (s - 1) * tp) // node == (at + s * tp) // node for at in first)
             found.append(hardware.hop_seconds(self.sent, within_node=near))
         return found
-
-    def _reduction(self, elements: int, hardware: Hardware) -> float:
-        near = self.setup.ranks <= self.setup.node
-        return hardware.collective_seconds("all-reduce", 4 * elements, self.replicas, within_node=near)
 
 
 def make_pipeline_plan(
@@ -161,9 +152,8 @@ def make_pipeline_plan(
 ) -> PipelinePlan:
     """Count the first, a middle and the last of `pp` stages under 1F1B; one stage is the whole model.
 
-    Without `clippings` all styles are counted that can be. For one stage, or tensor parallelism in stages, that is
-    ordinary training alone. Raises ConfigurationError for pipelines that dpshard does not train, and for models that
-    are not planned.
+    Without `clippings` all possible styles are counted. Raises ConfigurationError for pipelines that dpshard does not
+    train, and for models that are not planned.
     """
     alone = setup.tp > 1 or pp == 1
     if clippings is None:
@@ -186,7 +176,7 @@ def make_pipeline_plan(
                 report(f"{'first' if first else 'last' if last else 'middle'} stage, {style}")
                 stages += [count_stage(simulation, clipping, micro_batch)] * copies
             if last and not first:
-                sent = simulation.buffers  # what it received, and nothing else
+                sent = simulation.buffers
     estimates = tuple(PipelineEstimate(clipping, tuple(stages)) for clipping, stages in found.items())
     return PipelinePlan(
         setup, micro_batch, tuple(elements), tuple(shards), setup.seq or shape.seq, sent=sent, estimates=estimates
@@ -194,7 +184,6 @@ def make_pipeline_plan(
 
 
 def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping]) -> Transformer:
-    """Return the shape of the model. Raises ConfigurationError for what make_pipeline_plan refuses."""
     for name, value in (("pp", pp), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
             raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")

@@ -1,4 +1,4 @@
-"""The cost of a whole private run: padding of Poisson batches, steps, GPU-hours and noise."""
+"""The cost of a whole private run."""
 
 from __future__ import annotations
 
@@ -13,31 +13,27 @@ from dpshard.config import BatchSchedule
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """A run of equal Poisson batches."""
+    """Poisson batches under `target_epsilon` or `noise_multiplier`."""
 
     batch_size: int
     sample_size: int
     steps: int
     target_delta: float
     target_epsilon: float | None = None
-    """Calibrates the noise; or give `noise_multiplier`."""
     noise_multiplier: float | None = None
 
     def guarantee(self) -> tuple[float, float]:
-        """Return (noise multiplier, epsilon) of the run by the PLD accountant."""
+        """Return (noise multiplier, epsilon) by the PLD accountant."""
         schedule = BatchSchedule((self.batch_size,) * self.steps)
         sigma = math.nan if self.noise_multiplier is None else self.noise_multiplier
         mechanism = SampledMechanism(schedule=schedule, sample_size=self.sample_size, noise_multiplier=sigma)
         if self.noise_multiplier is None:
-            assert self.target_epsilon is not None  # the command line asks for one of the two
+            assert self.target_epsilon is not None
             mechanism = calibrate(mechanism, target_epsilon=self.target_epsilon, target_delta=self.target_delta)
         return mechanism.noise_multiplier, epsilon_of(mechanism.releases(), self.target_delta, "pld")
 
     def micro_batches(self, per_round: int) -> float:
-        """Return the expected number of micro-batches a step, where all ranks together take `per_round` samples each.
-
-        Of n drawn samples these are max(1, ceil(n / per_round)), and n is binomial.
-        """
+        """Return the mean of max(1, ceil(n / per_round)), n binomial."""
         from scipy.stats import binom
 
         drawn = binom(self.sample_size, self.batch_size / self.sample_size)
@@ -47,19 +43,18 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunCost:
-    """The cost of a style over a run, at its best micro-batch."""
+    """Costs at one micro-batch."""
 
     micro_batch: int
     micro_batches: float
-    """Expected number a step."""
+    """Expected number."""
     padding: float
-    """Share of the rows that are padding."""
     step_seconds: float
     gpu_hours: float
 
 
 def run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware, micro_batch: int) -> RunCost:
-    """Return the cost of `run` with `micro_batch` samples a rank."""
+    """Return the cost at a micro-batch."""
     times = plan.times(estimate, hardware, micro_batch=micro_batch)
     per_round = micro_batch * plan.setup.data_ranks
     rounds = run.micro_batches(per_round)
@@ -70,7 +65,7 @@ def run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware, micro
 
 
 def best_run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware) -> RunCost | None:
-    """Return the cost with the micro-batch of least GPU-hours, up to the largest that fits; None if none fits."""
+    """Return the least cost, or None."""
     largest = plan.micro_batch if estimate.largest_micro_batch is None else estimate.largest_micro_batch
     enough = math.ceil((run.batch_size + 6 * math.sqrt(run.batch_size)) / plan.setup.data_ranks)
     sizes = range(1, min(largest, enough) + 1)

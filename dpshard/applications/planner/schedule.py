@@ -1,9 +1,8 @@
-"""The 1F1B schedule of a pipeline: when each stage computes, and what it holds.
+"""The 1F1B schedule.
 
-[Note: 1F1B]
-A stage first runs as many forwards as there are stages from it to the last one. Then it runs a backward and a forward
-in turn, and at last the rest of the backwards. Each operation waits for its stage, and for its input from another one.
-torch receives no input ahead: a transfer begins when the sender has computed and the receiver is free.
+[Note: 1F1B] A stage runs as many forwards as there are stages from it to the last. Then it runs a backward and a
+forward in turn, and at last the other backwards. A transfer begins when the sender has computed and the receiver is
+free.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from dataclasses import dataclass
 from dpshard.applications.planner.stage_simulation import BACKWARD, FORWARD, SUMS, UPDATE, StageCounts
 
 Step = tuple[str, int]
-"""FORWARD or BACKWARD, and the number of the part."""
+"""Kind and part."""
 
 
 def order_of(stage: int, stages: int, parts: int) -> list[Step]:
-    """Return what a stage runs, in its order."""
+    """Return what a stage runs."""
     ahead = min(parts, stages - stage)
     order: list[Step] = [(FORWARD, i) for i in range(ahead)]
     for i in range(parts):
@@ -30,20 +29,20 @@ def order_of(stage: int, stages: int, parts: int) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """Seconds at which stages end."""
+    """When stages end."""
 
     ends: tuple[float, ...]
     last_backwards: tuple[float, ...]
-    """Begin of each stage's last backward."""
+    """When they begin."""
 
     @property
     def span(self) -> float:
-        """Seconds of the schedule's step."""
+        """Seconds of the schedule."""
         return max(self.ends)
 
 
 def walk(forward: Sequence[float], backward: Sequence[float], hops: Sequence[float], parts: int) -> Walk:
-    """Return when stages end, given the seconds of a part on each, and of a transfer to the next."""
+    """Return when stages end, given seconds of a part on each, and of each transfer."""
     stages = len(forward)
     orders = [order_of(s, stages, parts) for s in range(stages)]
     done: dict[tuple[str, int, int], float] = {}
@@ -66,7 +65,7 @@ def walk(forward: Sequence[float], backward: Sequence[float], hops: Sequence[flo
 
 
 def peak_of(counts: StageCounts, order: Sequence[Step], parts: int) -> int:
-    """Return the most bytes of a stage in a step of the schedule and its update."""
+    """Return the most bytes of a stage."""
     flying = ended = most = 0
     for kind, _ in order:
         flying += kind == FORWARD

@@ -1,10 +1,7 @@
-"""The real training step of one rank, private or not, on fake tensors and a fake process group.
+"""The real training step of one rank on fake tensors and a fake process group.
 
-[Note: What is real]
-Model, `fully_shard` or DistributedDataParallel, PrivacyEngine, backward and optimizer are real. Tensors have no values,
-and collectives send nothing. The counted step is not the first, which also creates optimizer states and probes batch
-dimensions. Verification at start-up needs values, so it is omitted. So is noise: its blocks of 2**20 elements cost
-little memory and no matrix products.
+[Note: What is real] All is, except verification, which needs values, and noise, which costs little memory and no
+products. The counted step is not the first, which also creates optimizer states and probes batch dimensions.
 """
 
 from __future__ import annotations
@@ -24,7 +21,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import Dataset
 
 from dpshard.applications.planner.counts import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts
 from dpshard.applications.planner.meter import Meter, UnreadValues
@@ -41,41 +37,36 @@ Sharding = Literal["ddp", "zero2", "fsdp2", "hsdp"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setup:
-    """A model and its training set-up."""
+    """A training set-up."""
 
     model: str | Transformer
-    """Preset, hf:NAME_OR_PATH, or shape of a transformer."""
+    """Preset, hf:NAME_OR_PATH, or shape."""
     ranks: int
-    """GPUs."""
     shard: Sharding = "fsdp2"
-    """ddp: no shards. zero2: parameters stay gathered until backward. fsdp2: shards of everything (ZeRO-3). hsdp:
-    shards within a node, replicated over nodes.
-    """
+    """zero2: gathered until backward. fsdp2: ZeRO-3. hsdp: shards within a node."""
     node: int = 8
-    """Ranks of a node, the shards of hsdp."""
     micro_batches: int = 1
-    """Forward and backward passes per step."""
     seq: int | None = None
-    """Tokens (pixels along a side) of a sample; None: the model's default."""
+    """Tokens, or pixels along a side."""
     checkpointing: bool = False
-    """True to recompute activations in backward, by block."""
+    """By block."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Dtype of parameters in forward and backward; storage, reduction and update are float32."""
+    """Of forward and backward."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     tp: int = 1
-    """Ranks of tensor and sequence parallelism, neighbours in a node."""
+    """Tensor and sequence parallelism within a node."""
     cp: int = 1
-    """Ranks of context parallelism; each has a part of every sample."""
+    """Context parallelism."""
 
     @property
     def data_ranks(self) -> int:
-        """Ranks with samples of their own."""
+        """With samples of their own."""
         return self.ranks // (self.tp * self.cp)
 
 
 @dataclass(frozen=True, slots=True)
 class Clipping:
-    """A clipping style and mode; see PrivacyEngine."""
+    """See PrivacyEngine."""
 
     style: str
     mode: str = "auto"
@@ -88,16 +79,16 @@ class Clipping:
 
 @contextmanager
 def simulated(setup: Setup) -> Iterator[Simulation]:
-    """Yield a simulation of one rank. Raises what `fake_ranks` raises."""
+    """Yield one rank; raises as `fake_ranks`."""
     with fake_ranks(setup):
         yield Simulation(setup)
 
 
 @contextmanager
 def fake_ranks(setup: Setup) -> Iterator[None]:
-    """Make a process group that sends nothing, within which simulations live.
+    """Make a group that sends nothing.
 
-    Raises ConfigurationError if a process group exists, or the mesh does not divide the ranks.
+    Raises ConfigurationError if a group exists, or the mesh does not divide the ranks.
     """
     _require_mesh(setup)
     with fake_group(setup.ranks):
@@ -106,10 +97,10 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
 
 @contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Make a process group that sends nothing. Raises ConfigurationError if a process group exists."""
+    """Make a group that sends nothing; raise ConfigurationError if one exists."""
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
-    store = _EveryRankIsHere()  # named: torch does not keep its Python part alive
+    store = _EveryRankIsHere()  # torch does not keep its Python part alive
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
     try:
         with counting(), outside_of_modes():
@@ -120,8 +111,8 @@ def fake_group(ranks: int) -> Iterator[None]:
 
 @contextmanager
 def counting() -> Iterator[None]:
-    """Ignore warnings about noise_multiplier=0 and full batches, and garbage of before."""
-    gc.freeze()  # each step collects garbage, and need not look at older objects
+    """Ignore warnings of engines without noise."""
+    gc.freeze()  # collections in each step skip older objects
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -143,24 +134,24 @@ def _require_mesh(setup: Setup) -> None:
 
 
 class _EveryRankIsHere(FakeStore):
-    """A store in which a rank that waits for the others finds all of them."""
+    """A store in which a rank waits for no other."""
 
     def add(self, key: str, value: int) -> int:
         return dist.get_world_size()
 
 
 class Simulation:
-    """One rank with its sharded model and optimizer, within `fake_ranks`."""
+    """One rank, within `fake_ranks`."""
 
     def __init__(self, setup: Setup) -> None:
         fake = FakeTensorMode(allow_non_fake_inputs=True)
         meter = Meter(fake, setup.node)
         self.setup, self.fake, self.meter = setup, fake, meter
-        self._stepped = False  # the optimizer has its states
-        self._layouts: dict[Any, Layout] = {}  # shared by all engines
+        self._stepped = False
+        self._layouts: dict[Any, Layout] = {}
         mesh = self._mesh()
-        self._told: dict[str, Any] = {}  # arguments of the engine under context parallelism
-        # Ranks of a model with parts of samples have shards of their own; with parts of parameters, they have these.
+        self._told: dict[str, Any] = {}  # for the engine under context parallelism
+        # Under context parallelism, ranks of one model have shards of their own.
         sharded_over = (
             mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
         )
@@ -176,14 +167,14 @@ class Simulation:
                 mesh = sharded_over
             self.model = self._shard(self.subject, mesh)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            # The fused optimizer makes no temporary copies, and reads no values.
+            # It makes no copies, and reads no values.
             kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
             self.optimizer = kind(parameters, lr=1e-3, fused=True)
             meter.label(self.model.parameters(), PARAMETERS)
             self.shard_elements = sum(getattr(p, "_local_tensor", p).numel() for p in self.model.parameters())
             _, targets = self.subject.inputs(1)
         self.positions = targets.numel() * setup.cp
-        """Tokens of a sample that have a loss; 1 for an image."""
+        """Tokens of a sample that have a loss."""
 
     def _build(self) -> Subject:
         setup = self.setup
@@ -222,7 +213,7 @@ class Simulation:
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
-                    self._step(_MicroBatches(self.model, self.setup.micro_batches), micro_batch)
+                    self._step(_micro_batches(self.model, self.setup.micro_batches), micro_batch)
             return self.meter.counts
         rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
         with grids_unasked():
@@ -230,7 +221,7 @@ class Simulation:
                 self.model,
                 self.meter,
                 self._layouts,
-                # Every row is in every batch, so every rank has exactly setup.micro_batches micro-batches.
+                # Every row is in every batch, so each rank has exactly setup.micro_batches.
                 batch_size=rows,
                 sample_size=rows,
                 steps=2,
@@ -244,11 +235,11 @@ class Simulation:
             )
         try:
             with self.fake, UnreadValues(), self.meter:
-                for logical_batch in engine.batches(_Rows(rows), micro_batch):
+                for logical_batch in engine.batches(range(rows), micro_batch):
                     before = self._stepped, len(self._layouts)
                     self._step(logical_batch, micro_batch)
                     if before == (True, len(self._layouts)):
-                        break  # no new states, no new layouts
+                        break
         finally:
             engine.detach()
         return self.meter.counts
@@ -258,7 +249,7 @@ class Simulation:
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
-        # Earlier tensors in reference cycles would count until Python collects them.
+        # Tensors in reference cycles would count until Python collects them.
         gc.collect()
         self.meter.restart()
         for _ in logical_batch:
@@ -281,12 +272,12 @@ class Simulation:
         self._stepped = True
 
     def _autocast(self) -> bool:
-        # DDP's parameters are float32; under FSDP the policy casts them.
+        # FSDP's policy casts parameters.
         return self.setup.shard == "ddp" and self.setup.precision == "bf16"
 
 
 class CountingEngine(PrivacyEngine):
-    """An engine that labels its records, and shares layouts with other engines."""
+    """Labels its records, and shares layouts."""
 
     def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
         super().__init__(model, **settings)
@@ -315,26 +306,18 @@ def _labelled(tape: Tape, meter: Meter) -> Tape:
     return tape
 
 
-class _MicroBatches:
-    """Micro-batches of an ordinary step; DDP reduces only in the last one."""
-
-    def __init__(self, model: nn.Module, count: int) -> None:
-        self.model, self.count = model, count
-
-    def __iter__(self) -> Iterator[int]:
-        for i in range(self.count):
-            last = i == self.count - 1
-            held = isinstance(self.model, DistributedDataParallel) and not last
-            with self.model.no_sync() if held else nullcontext():  # type: ignore[operator]
-                yield i
+def _micro_batches(model: nn.Module, count: int) -> Iterator[int]:
+    for i in range(count):
+        held = isinstance(model, DistributedDataParallel) and i < count - 1
+        with model.no_sync() if held else nullcontext():  # type: ignore[operator]
+            yield i
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Return DDP for fake tensors, which its C++ reducer must not read or await."""
+    """Return DDP whose C++ reducer does not read or await fake tensors."""
     ddp = _UnhookedDDP(model, init_sync=False)
 
-    def reduce(group, bucket):  # no annotations: DDP reads them, and rejects postponed ones
-        # The mean over ranks, as in the reducer.
+    def reduce(group, bucket):  # DDP rejects postponed annotations
         total = bucket.buffer().div_(dist.get_world_size())
         dist.all_reduce(total)
         done: torch.futures.Future[Tensor] = torch.futures.Future()
@@ -347,14 +330,14 @@ def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class _UnhookedDDP(DistributedDataParallel):
-    """DDP without the log of its hook, which computes the same as the reducer."""
+    """Its log rejects the hook."""
 
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
 
 
 class _Reducer:
-    """DDP's reducer with its first buckets; a rebuild would broadcast their composition."""
+    """Keeps the first buckets; a rebuild would broadcast them."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -364,16 +347,3 @@ class _Reducer:
 
     def _rebuild_buckets(self) -> bool:
         return False
-
-
-class _Rows(Dataset[int]):
-    """Indices; the step creates the inputs."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return self.rows
-
-    def __getitem__(self, index: int) -> int:
-        return index

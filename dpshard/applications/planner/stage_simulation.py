@@ -1,17 +1,11 @@
-"""Two parts of a micro-batch, one after the other, on one stage of a pipeline of fake tensors.
+"""Two parts of a micro-batch on one stage of a pipeline of fake tensors.
 
-[Note: A stage by itself]
-A stage computes what a model of its layers computes. So it is counted without the other stages and without a process
-group. Received tensors have no values: a hidden state comes in, and its gradient comes back. Groups that span stages
-are told to the clipper as such. So it copies their records, as in a pipeline, and they are summed after the last part.
+[Note: A stage by itself] The second part finds the gradients of the first, whose activations are gone. So memory at any
+point of a schedule is that of the second part, and what other parts hold. The clipper copies records of groups that
+span stages, which are summed after the last part.
 
-[Note: Tensor parallelism in a stage]
-The engine refuses it, so only ordinary steps are counted. The process group is that of one stage's ranks. Each of them
-receives and sends its part of the tokens. Under autocast hidden states are bfloat16 then, as in Megatron-LM: they are
-what ranks send each other in every layer. Without the cast, sums with float32 embeddings would be float32.
-
-The second part finds the gradients of the first one, and the first one's activations are gone. So memory at any point
-of a schedule is that of the second part, and what other parts hold.
+[Note: Tensor parallelism in a stage] The process group is that of one stage's ranks. Under autocast hidden states are
+bfloat16, as in Megatron-LM. Sums with float32 embeddings would be float32.
 """
 
 from __future__ import annotations
@@ -48,30 +42,27 @@ from dpshard.clipping.tape import ClippedSums, Tape
 from dpshard.engine import PrivacyEngine
 
 FIRST, FORWARD, BACKWARD, SUMS, UPDATE = "first part", "forward", "backward", "sums", "update"
-"""Phases of the counted step. Forward and backward are those of the second part."""
+"""Forward and backward are those of the second part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    """Costs of one stage, by part of a micro-batch; bytes are of tensors."""
+    """Costs of a part on one stage."""
 
     forward: int
-    """Operations of products."""
     backward: int
     sums: int
-    """Operations after the schedule, for each part: the clipped sums of groups that span stages."""
+    """Of groups that span stages, after the schedule."""
     held: int
-    """Bytes that a part holds between its forward and its backward."""
+    """Bytes between forward and backward."""
     kept: int
-    """Bytes that a part keeps until the schedule's step is done: records of groups that span stages."""
+    """Bytes until the schedule ends."""
     buffers: int
-    """Bytes that a part's received tensors have for the whole step: torch makes their buffers once."""
+    """Bytes of received tensors, for the whole step."""
     peaks: dict[str, int]
-    """Most bytes in forward and backward of one part, with none before it. Then in the sums of one, and in the update.
-    Without buffers.
-    """
+    """By phase, of one part with none before it, without buffers."""
     collectives: dict[str, tuple[Event, ...]] = field(default_factory=dict)
-    """Those of tensor parallelism in forward and backward, for which products wait."""
+    """Those for which products wait."""
 
     def waits(self, phase: str, hardware: Hardware) -> float:
         """Return the seconds of a phase's collectives."""
@@ -82,16 +73,16 @@ class StageCounts:
 
 
 def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_batch: int) -> StageCounts:
-    """Return the costs of a stage with `micro_batch` samples a part, ordinary without `clipping`."""
+    """Return the costs of `micro_batch` samples."""
     counts = simulation.count(clipping, micro_batch)
     total = [sum(parts) for parts in counts.ends]
     place = {phase: [i for i, e in enumerate(counts.events) if e.phase == phase] for phase in (FORWARD, BACKWARD, SUMS)}
     flops = {phase: sum(counts.events[i].flops for i in some) for phase, some in place.items()}
-    # The mark that ends a phase is its last event, and shows the memory that the next one finds.
+    # A phase ends with a mark, with the memory that the next one finds.
     before, between, after = total[place[FORWARD][0] - 1], total[place[FORWARD][-1]], total[place[BACKWARD][-1]]
     kept = after - before if place[SUMS] else 0
     buffers = simulation.buffers
-    base = buffers + kept  # of the first part, and buffers of one
+    base = buffers + kept
     peaks = {}
     for phase in (FORWARD, BACKWARD, SUMS, UPDATE):
         most = [sum(p) for p, e in zip(counts.peaks, counts.events, strict=True) if e.phase == phase]
@@ -111,7 +102,7 @@ def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_ba
 
 
 class Stage(GPT):
-    """Consecutive blocks of a GPT."""
+    """Blocks of a GPT; the first stage has embeddings, the last one head and norm."""
 
     def __init__(
         self,
@@ -123,10 +114,6 @@ class Stage(GPT):
         last: bool,
         hidden: torch.dtype = torch.float32,
     ) -> None:
-        """Make the blocks of `shape`; the `first` stage has the embeddings, the `last` one the head and its norm.
-
-        `hidden` is the dtype of what the embeddings give.
-        """
         super().__init__(shape.vocabulary, length, shape.width, shape.layers, block, head=True)
         if not first:
             del self.tokens, self.positions
@@ -135,7 +122,7 @@ class Stage(GPT):
         self._first, self._last, self._hidden = first, last, hidden
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return hidden states [B, T, D], or logits of the last stage, of token ids [B, T] or hidden states."""
+        """Return hidden states [B, T, D] or the last stage's logits."""
         h_BTD = x
         if self._first:
             h_BTD = (self.tokens(x) + self.positions(torch.arange(x.shape[1], device=x.device))).to(self._hidden)
@@ -149,7 +136,7 @@ class Stage(GPT):
 
 
 class StageSimulation(Simulation):
-    """One rank of a stage, whose blocks are those of `shape`, without its replicas."""
+    """One rank, whose blocks are those of `shape`."""
 
     def __init__(self, setup: Setup, shape: Transformer, *, first: bool, last: bool) -> None:
         self._shape, self._first, self._last, self._tp = shape, first, last, setup.tp
@@ -159,7 +146,7 @@ class StageSimulation(Simulation):
 
     @property
     def buffers(self) -> int:
-        """Bytes of what a part of the last counted step received."""
+        """Bytes received by a part."""
         return sum(x.nbytes for x in (self._received, self._gradient) if x is not None)
 
     def _build(self) -> Subject:
@@ -203,7 +190,7 @@ class StageSimulation(Simulation):
         gc.collect()
         self.meter.restart()
         self.meter.phase = FIRST
-        # Around the schedule's step, autocast keeps one copy of the parameters for all parts.
+        # Around the schedule, autocast keeps one copy of the parameters for all parts.
         with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()), self.subject.around_step():
             for i, _ in enumerate(logical_batch):
                 self._part(targets, (FORWARD, BACKWARD) if i else (FIRST, FIRST))
@@ -225,8 +212,6 @@ class StageSimulation(Simulation):
 
 
 class _StageEngine(CountingEngine):
-    """An engine that knows which of its groups would span stages."""
-
     def __init__(self, model: nn.Module, meter: Meter, layouts: Any, **settings: Any) -> None:
         super().__init__(model, meter, layouts, **settings)
         clipper = self._collector.clipper
@@ -241,7 +226,7 @@ class _StageEngine(CountingEngine):
         self._collector.open_tape = noted
 
     def sum_spanning(self) -> None:
-        """Clip and sum the groups that span stages, as InStages does after the schedule's step."""
+        """Clip and sum as InStages does after the schedule."""
         tapes, reduction, clipper = list(dict.fromkeys(self._tapes)), self._backend.reduction, self._collector.clipper
         self._tapes.clear()
         assert isinstance(reduction, LateSums)
@@ -257,14 +242,12 @@ class _StageEngine(CountingEngine):
 
 
 class _Alone(Unsharded):
-    """The parameters of a stage in an engine that knows no other stage."""
-
     accumulates = True
     _accumulated = StageSharding._accumulated
 
 
 class _StageBackend(Backend):
-    """The back-end of a stage that knows which groups would span stages."""
+    """Groups that would span stages do."""
 
     __slots__ = ()
 
@@ -276,7 +259,7 @@ class _StageBackend(Backend):
 
 @contextmanager
 def _stage_backends() -> Iterator[None]:
-    """Let engines of plain models put sums in `.grad` as those of stages do."""
+    """Let engines sum as those of stages do."""
     known = backends.local_backend
 
     def backend(model: nn.Module, declared: Any = None) -> Backend:

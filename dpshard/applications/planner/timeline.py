@@ -1,14 +1,6 @@
-"""The time of a step: its products and collectives, replayed on two clocks.
+"""The time of a step, replayed on a clock for products and one for each network.
 
-[Note: What waits for what]
-A GPU computes while the network sends. The replay has a clock for products and one for each network. It follows FSDP2:
-- A unit's products wait for its all-gather. That all-gather begins when the products of the unit before it begin:
-  FSDP2 gathers one unit ahead.
-- A reduction begins when its gradients are there. The update waits for all of them.
-- Collectives of tensor and context parallelism stand in the middle of a layer: products wait for each.
-- The update waits for each of its collectives.
-All-layer clipping in one pass reduces all gradients at the end of backward. So its network is idle first and late then,
-which the replay shows, and a sum of bytes would not.
+docs/planning.md, Time, says what waits for what.
 """
 
 from __future__ import annotations
@@ -19,38 +11,36 @@ from dataclasses import dataclass, replace
 from dpshard.applications.planner.hardware import Hardware
 
 RELEASE_BYTES = 16
-"""Bytes that a release moves per element of a shard. The digest reads the sum, the noise reads and writes it."""
+"""Per element: the digest reads the sum, the noise reads and writes it."""
 OPTIMIZER_BYTES = {"sgd": 12, "adamw": 28}
-"""Bytes that the update moves per element in float32: parameter, gradient and states, read and written."""
+"""Per element: parameter, gradient and states, read and written."""
 
 
 @dataclass(slots=True)
 class Event:
-    """Products, or one collective, or the use of gathered parameters."""
+    """Products, a collective, or the use of gathered parameters."""
 
     phase: str
     flops: int = 0
     kind: str = ""
-    """"all-gather", "reduce-scatter", "all-reduce", "broadcast", or "use" of what was gathered; "" for products."""
+    """"" for products; "use" of gathered parameters, or a collective."""
     dtype: str = ""
-    """Of a collective's tensors."""
     nbytes: int = 0
     ranks: int = 1
     within_node: bool = True
     waits: bool = False
-    """True if products wait for this collective."""
+    """True if products wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of a step of one rank."""
+    """Seconds of a step."""
 
     phases: dict[str, float]
-    """By phase; waits for the network count where they occur."""
+    """With waits."""
     computing: float
-    """Products, without any wait."""
     sending: float
-    """The busier of the two networks, without any wait."""
+    """The busier network."""
 
     @property
     def total(self) -> float:
@@ -59,20 +49,17 @@ class Times:
 
 
 def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, update_bytes: float = 0.0) -> Times:
-    """Return the times of a step's events; see [Note: What waits for what].
-
-    `update_bytes` are what noise and optimizer read and write of the GPU's memory.
-    """
+    """Return the times of events; `update_bytes` go to and from the GPU's memory."""
     speed = hardware.flops(precision)
     now = used = computing = 0.0
-    free = {True: 0.0, False: 0.0}  # when each network is free: within nodes, between them
+    free = {True: 0.0, False: 0.0}  # within nodes, and between them
     busy = {True: 0.0, False: 0.0}
-    gathers: list[float] = []  # ends of all-gathers whose parameters were not used yet
+    gathers: list[float] = []  # ends of those whose parameters were not used yet
     phases: dict[str, float] = {}
     for event in (*events, Event("update")):
         before = now
         if event.phase == "update" not in phases:
-            now = max(now, *free.values())  # the update needs all sums
+            now = max(now, *free.values())
         if event.kind == "use":
             now = used = max(now, gathers.pop(0)) if gathers else now
         elif event.kind:
@@ -86,23 +73,23 @@ def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, updat
                 now = max(now, end)
         else:
             now, computing = now + event.flops / speed, computing + event.flops / speed
-        phases[event.phase] = phases.get(event.phase, 0.0) + now - before  # micro-batches repeat phases
+        phases[event.phase] = phases.get(event.phase, 0.0) + now - before
     phases["update"] += hardware.memory_seconds(update_bytes)
     return Times(phases, computing, max(busy.values()))
 
 
 def update_bytes(elements: int, optimizer: str, *, private: bool) -> int:
-    """Return the bytes that an update of a shard of so many elements reads and writes."""
+    """Return the bytes of an update."""
     return elements * (OPTIMIZER_BYTES[optimizer] + (RELEASE_BYTES if private else 0))
 
 
 def scaled(events: Iterable[Event], work: float) -> list[Event]:
-    """Return the events of a micro-batch that is `work` times as large: parameters and their gradients stay."""
+    """Return the events of a micro-batch `work` times as large; communication stays."""
     return [replace(event, flops=round(event.flops * work)) if event.flops else event for event in events]
 
 
 def spread(events: Iterable[Event], ranks: int, others: int) -> list[Event]:
-    """Return the events if the collectives over `ranks` were over `others`."""
+    """Return the events with collectives over `others` instead of `ranks`."""
     return [
         replace(event, ranks=others, within_node=False) if event.ranks == ranks and not event.within_node else event
         for event in events
@@ -110,10 +97,7 @@ def spread(events: Iterable[Event], ranks: int, others: int) -> list[Event]:
 
 
 def parallel_share(throughputs: Sequence[tuple[int, float]]) -> float:
-    """Return Amdahl's parallel share p, fitted to (nodes, samples a second): 1 / speedup = 1 - p + p / nodes.
-
-    Least squares in p over all points, relative to the first; 1 is perfect scaling.
-    """
+    """Fit Amdahl's parallel share p to (nodes, samples a second): 1 / speedup = 1 - p + p / nodes."""
     (first, base), *rest = throughputs
     above = below = 0.0
     for nodes, throughput in rest:
