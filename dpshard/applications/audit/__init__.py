@@ -1,4 +1,4 @@
-"""Audits: attacks on the real engine, and the lower bounds on epsilon that they prove."""
+"""Attacks on the engine, and the lower bounds on epsilon that they prove."""
 
 from dpshard.accounting.composition import gdp_delta, gdp_epsilon
 from dpshard.applications.audit.bounds import (

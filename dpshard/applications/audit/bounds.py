@@ -1,11 +1,9 @@
-"""Lower bounds on epsilon from the success of an attack, each with its confidence; no torch.
+"""Lower bounds on epsilon from the success of an attack.
 
 [Note: A bound from an attack]
-An attacker distinguishes releases with a sample from releases without it. a is the false positive rate, b the false
-negative rate. (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and the same with a and b swapped. Upper bounds
-on a and b that violate this refute (epsilon, delta). One pair of bounds holds for all deltas together, so it may refute
-the accounted curve at any point. A mu-GDP mechanism (Gaussian noise, every sample in every batch) obeys the sharper mu
->= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
+a is its false positive rate, b its false negative rate. (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and
+the same with a and b swapped. Upper bounds on both refute it, for all deltas together. A mu-GDP mechanism obeys the
+sharper mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.
 """
 
 from __future__ import annotations
@@ -22,29 +20,23 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
 ATTACKS = 4
-"""Maximum number of attacks in an audit: releases, two games of steps, one run."""
 FALSE_ALARM = 1e-6 / ATTACKS
-"""Maximum probability that one attack refutes a sound engine; 1e-6 for all attacks."""
+"""Probability that one attack refutes a sound engine."""
 REFUTED_BEYOND = 1 - FALSE_ALARM
-"""Confidence of the bounds that refute the accounted epsilon."""
 MAX_EPSILON = 64.0
-"""Upper end of the search for a bound."""
 GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
-"""Shares of the canaries to guess; an attack tries all, with equal parts of the error."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Counts of errors of a test, fixed beforehand, in independent trials."""
+    """Errors in independent trials."""
 
     false_positives: int
-    """Trials without the sample, judged "in"."""
+    """Without the sample, judged "in"."""
     without: int
-    """Trials without the sample."""
     false_negatives: int
-    """Trials with the sample, judged "out"."""
+    """With the sample, judged "out"."""
     within: int
-    """Trials with the sample."""
 
     def __post_init__(self) -> None:
         for errors, trials in ((self.false_positives, self.without), (self.false_negatives, self.within)):
@@ -52,10 +44,7 @@ class Trials:
                 raise ConfigurationError(f"{errors} errors in {trials} trials: an attack needs trials of both kinds.")
 
     def rates(self, confidence: float) -> tuple[float, float]:
-        """Return upper bounds of both error rates that hold together with probability `confidence`.
-
-        Clopper and Pearson 1934, one-sided, half of the error each.
-        """
+        """Return upper bounds of both error rates (Clopper and Pearson 1934)."""
         error = (1 - require_confidence(confidence)) / 2
         return (
             _clopper_pearson(self.false_positives, self.without, error),
@@ -63,13 +52,13 @@ class Trials:
         )
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """Return a lower bound on epsilon at `delta` for any mechanism."""
+        """Return a lower bound on epsilon."""
         a, b = self.rates(confidence)
         found = [math.log((1 - delta - one) / other) for one, other in ((a, b), (b, a)) if one < 1 - delta]
         return max(0.0, *found) if found else 0.0
 
     def mu(self, confidence: float) -> float:
-        """Return a lower bound on mu of a mu-GDP mechanism."""
+        """Return a lower bound on mu (GDP)."""
         a, b = self.rates(confidence)
         return max(0.0, float(stats.norm.isf(a) - stats.norm.ppf(b)))
 
@@ -77,9 +66,8 @@ class Trials:
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Bound the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
 
-    Each of the m `canaries` is in by a fair coin. It is beta + alpha m delta, with beta = P[X >= v] and alpha = max_i
-    (2 / i) P[v > X >= v - i]. X is Binomial(r, e^eps / (1 + e^eps)). See Steinke et al. 2023, arXiv:2305.08846, Theorem
-    5.2.
+    It is beta + alpha m delta for m `canaries`, with beta = P[X >= v] and alpha = max_i (2 / i) P[v > X >= v - i]. X is
+    Binomial(r, e^eps / (1 + e^eps)). Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ConfigurationError(
@@ -87,13 +75,13 @@ def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, del
         )
     chance = 1 / (1 + math.exp(-epsilon))
     beta = float(stats.binom.sf(right - 1, guesses, chance))
-    below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # P[v > X >= v - i], i = 1, ...
+    below = np.cumsum(stats.binom.pmf(np.arange(right - 1, -1, -1), guesses, chance))  # i = 1, 2, ...
     alpha = float((2 * below / np.arange(1, right + 1)).max()) if right else 0.0
     return min(1.0, beta + alpha * canaries * delta)
 
 
 def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confidence: float) -> float:
-    """Return a lower bound on epsilon from one run; smaller epsilons have p-values below 1 - confidence."""
+    """Return a lower bound: smaller epsilons have p-values below 1 - confidence."""
     error = 1 - require_confidence(confidence)
 
     def rejected(epsilon: float) -> bool:
@@ -102,7 +90,7 @@ def one_run_epsilon(canaries: int, guesses: int, right: int, delta: float, confi
     stride, lo = 0.125, 0.0
     if not rejected(lo):
         return 0.0
-    # Upwards from 0: with delta > 0 the p-value may not be monotone, and all skipped epsilons must be rejected.
+    # The p-value may not be monotone, so no epsilon may be skipped.
     while lo < MAX_EPSILON and rejected(lo + stride):
         lo += stride
     hi = lo + stride
@@ -118,19 +106,16 @@ class Guesses:
 
     canaries: int
     tried: tuple[tuple[int, int], ...]
-    """(guesses, right guesses), for numbers of guesses that were fixed beforehand."""
+    """(guesses, right ones)."""
 
     def epsilon(self, delta: float, confidence: float) -> float:
-        """Return the best lower bound on epsilon at `delta`; all numbers of guesses share the error."""
+        """Return the best lower bound."""
         each = 1 - (1 - require_confidence(confidence)) / len(self.tried)
         return max(one_run_epsilon(self.canaries, n, right, delta, each) for n, right in self.tried)
 
 
 def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[bool] | NDArray[np.bool_]) -> Guesses:
-    """Guess "in" for the highest scores and "out" for as many of the lowest; abstain on the others.
-
-    Ties are broken by position. NaN counts as the lowest score.
-    """
+    """Guess "in" for the highest scores, "out" for as many of the lowest."""
     scores, included = np.asarray(scores_m, np.float64), np.asarray(included_m, np.bool_)
     m = len(scores)
     if m < 2 or len(included) != m:
@@ -144,7 +129,7 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
 
 
 def require_confidence(confidence: float) -> float:
-    """Return `confidence`; raise ConfigurationError unless 0 < confidence < 1."""
+    """Return it; raise ConfigurationError unless 0 < confidence < 1."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")
     return confidence

@@ -1,4 +1,4 @@
-"""The canary of the two-distribution audit: its gradient before and after clipping."""
+"""The canary of the two-distribution audit."""
 
 from __future__ import annotations
 
@@ -15,35 +15,32 @@ from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
 SampleLoss = Callable[[Any, Tensor], Tensor]
-"""Returns the losses [B] of output and targets."""
+"""Returns losses [B] of output and targets."""
 
 FAR_ABOVE, JUST_BELOW = 1e3, 0.99
-"""Norms of a canary's gradient over a threshold; each clipping function keeps most of it at one of them.
-FAR_ABOVE is over max(threshold, 1), because automatic clipping adds 0.01 to norms, and thresholds may fall to 1e-12."""
+"""Norms over a threshold, at least 1: automatic clipping adds 0.01 to norms."""
 
 NEARLY = 0.99
-"""Share of the best length at which the gradient stays unscaled."""
 
 
 @dataclass(frozen=True, slots=True)
 class CanaryDirection:
-    """The scaling of the canary that moves the release most at given thresholds."""
+    """The scaling of a canary."""
 
     pull: float
-    """Factor of the canary's loss."""
     lengths_M: Tensor
-    """Norm of the clipped gradient in each group [M], float64."""
+    """Clipped norm of each group [M], float64."""
 
     @property
     def length(self) -> float:
-        """Norm of the clipped gradient over all groups."""
+        """Clipped norm."""
         return float(self.lengths_M.norm())
 
 
 class CanaryGradient:
-    """The canary's `gradient` by parameter name, clipped by `function` in M `groups` of names.
+    """The canary's `gradient` by name, clipped by `function` in M `groups` of names.
 
-    Raises ConfigurationError if it is 0 or not finite.
+    Raises ConfigurationError without one.
     """
 
     def __init__(
@@ -64,7 +61,7 @@ class CanaryGradient:
         self._last: tuple[Sequence[float], CanaryDirection] | None = None
 
     def aim(self, thresholds: Sequence[float]) -> CanaryDirection:
-        """Return the scaling that moves the release most at these thresholds [M], or 1 if nearly best."""
+        """Return a scaling that moves the release most at thresholds [M]."""
         if self._last is None or self._last[0] != thresholds:
             self._last = thresholds, self._aim(thresholds)
         return self._last[1]
@@ -78,26 +75,25 @@ class CanaryGradient:
         factor_MS = torch.stack([self._function.factor(n, r) for n, r in zip(norm_MS, thresholds, strict=True)])
         length_MS = factor_MS * norm_MS
         length_S = length_MS.norm(dim=0)
-        # An unscaled canary is an ordinary sample.
         best = 0 if length_S[0] >= NEARLY * length_S.max() else int(length_S.argmax())
         return CanaryDirection(float(pull_S[best]), length_MS[:, best])
 
     def left_of(self, aim: CanaryDirection) -> dict[str, Tensor]:
-        """Return the clipped gradient by parameter name."""
+        """Return the clipped gradient by name."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
 
     def lengths(self, aim: CanaryDirection) -> list[float]:
-        """Return the clipped norm of each nonzero part."""
+        """Return their clipped norms."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]
 
     def along(self, full_gradient: Callable[[str], Tensor | None]) -> list[float]:
-        """Return the component of `full_gradient(name)` along each nonzero part."""
+        """Return the full gradient along each nonzero part."""
         reached = []
         for unit in self._units:
             for name, part in unit.items():
-                gradient = full_gradient(name)  # a collective: all ranks call it for every parameter
+                gradient = full_gradient(name)  # a collective, so for every parameter
                 if part.any():
                     along = 0.0 if gradient is None else float((gradient.double() * part).sum() / part.norm())
                     reached.append(along)
@@ -105,7 +101,7 @@ class CanaryGradient:
 
 
 def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> dict[str, Tensor]:
-    """Return the gradient of one sample (x [1, ...], y [1, ...]) by parameter name."""
+    """Return the gradient of one sample by name."""
     device = next(model.parameters()).device
     parameters = {name: p for name, p in named_parameters(model).items() if p.requires_grad}
     value = loss(model(x.to(device)), y.to(device)).sum()
@@ -114,7 +110,7 @@ def sample_gradient(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) ->
 
 
 def weighted_loss(losses_B: Tensor, weight_B: Tensor, reduction: str) -> Tensor:
-    """Return the "mean" or "sum" of weighted losses. Raises ConfigurationError unless there is one loss per sample."""
+    """Return the "mean" or "sum" of losses [B], or raise ConfigurationError."""
     if losses_B.shape != weight_B.shape:
         raise ConfigurationError(
             f"The loss of {len(weight_B)} samples has the shape {list(losses_B.shape)}. Return one loss per sample, "
@@ -125,10 +121,10 @@ def weighted_loss(losses_B: Tensor, weight_B: Tensor, reduction: str) -> Tensor:
 
 
 def named_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Return the parameters by name, without prefixes of wrappers."""
+    """Return parameters by canonical name."""
     return {canonical_name(name): p for name, p in model.named_parameters()}
 
 
 def norm_of(tensors: Iterable[Tensor]) -> float:
-    """Return the L2 norm of tensors as one vector."""
+    """Return the L2 norm."""
     return math.sqrt(sum(float(x.square().sum()) for x in tensors))

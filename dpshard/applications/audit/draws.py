@@ -1,4 +1,4 @@
-"""Tests that batches are drawn as they were accounted."""
+"""Tests that batches are drawn as accounted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dpshard.config import steps_of_epoch
 
 
 def participation_findings(drawn: list[NDArray[np.bool_]], mechanism: SampledMechanism) -> list[Finding]:
-    """Test the participation, [T, n] of each engine, of the first n of the mechanism's samples."""
+    """Test which of the first n samples are drawn, [T, n] of each engine."""
     samples, size = mechanism.sample_size, mechanism.schedule[0]
     if mechanism.sampling == "fixed-order":
         return _order_findings(drawn, samples // size)
@@ -35,7 +35,6 @@ def participation_findings(drawn: list[NDArray[np.bool_]], mechanism: SampledMec
 
 
 def _order_findings(drawn: list[NDArray[np.bool_]], apart: int) -> list[Finding]:
-    """Test that each sample comes every `apart` steps; `apart` divides the samples."""
     windows = [np.lib.stride_tricks.sliding_window_view(d, apart, axis=0).sum(-1) for d in drawn]
     return [
         _sure("a sample takes part more than once in an epoch", all((w <= 1).all() for w in windows)),
@@ -44,7 +43,6 @@ def _order_findings(drawn: list[NDArray[np.bool_]], apart: int) -> list[Finding]
 
 
 def _allocation_findings(drawn: list[NDArray[np.bool_]], epoch: int, *, one_draw: bool) -> list[Finding]:
-    """Test that each sample is in one uniform step of each epoch: the same one if `one_draw`, else independent ones."""
     epochs = [d[: len(d) // epoch * epoch].reshape(-1, epoch, d.shape[1]) for d in drawn]
     found = [_sure("a sample is not in exactly one step of an epoch", all((e.sum(1) == 1).all() for e in epochs))]
     if epoch == 1:
@@ -72,7 +70,7 @@ def _sure(what: str, holds: bool) -> Finding:
 
 
 def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
-    """Test that the draws, [T, n] of each engine, are independent coins of probability `q`."""
+    """Test that draws are independent coins of probability `q`."""
     n = drawn[0].shape[1]
     if q == 1:
         return [_sure("samples are not in every batch", all(bool(d.all()) for d in drawn))]

@@ -1,16 +1,14 @@
 """Tests that a release minus its clipped sum is the accounted noise.
 
 [Note: Tests of noise]
-Noise over its accounted deviation is standard normal, independent over elements, parameters, steps and engines. Each
-test has an exact or bounded p-value. All tests share one probability of a false alarm (Bonferroni).
-- Deviation: sums of squares are chi-squared. They are of a parameter, of a stretch of it, or of one element over all
-steps.
-- Distribution of all values: inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
-- Independence: a sum of m products of independent normals rarely exceeds s. The probability is at most exp(-t s - m
-  log(1 - t^2) / 2), for every t in (0, 1) (Chernoff). Products pair two steps, elements, parameters or engines.
-  Products at one distance form chains in which only neighbours share a factor. So the sum over every other product is
-  bounded at s / 2.
-- Grid: of GRID_VALUES floats with 24 random bits hardly two are equal; with 11 bits a thousand are.
+Noise over its accounted deviation is standard normal, and independent. Tests share one probability of a false alarm
+(Bonferroni).
+- Deviation: sums of squares are chi-squared.
+- Distribution: inequality of Dvoretzky, Kiefer and Wolfowitz (Massart 1990).
+- Independence (Chernoff): a sum of m products of independent normals exceeds s with a bounded probability. It is at
+most exp(-t s - m log(1 - t^2) / 2), t in (0, 1). In chains neighbours share a factor, so every other product is bounded
+at s / 2.
+- Grid: of floats with 24 random bits hardly two are equal.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -26,43 +23,35 @@ from numpy.typing import NDArray
 from scipy import fft, stats
 
 STEPS_APART = 8
-"""Maximum distance of compared steps."""
 KEPT = 2**15
-"""Leading elements of a parameter to compare between steps."""
 COMPARED = 2**11
-"""Leading elements of a parameter to compare with other parameters and engines."""
 ENGINE_STEPS = 8
-"""Leading steps to compare between engines."""
 STRETCH = 256
 TRANSFORMED = 2**23
-"""Elements of a parameter, over steps, to compare with each other."""
 GRID_VALUES, FEWEST_GRID_VALUES = 4096, 256
-"""Maximum and minimum number of values in the grid test."""
 LEAST_LOG_P = -700.0
-"""Log of the smallest distinguished p-value."""
 _EDGES = np.linspace(-6, 6, 121)
 
 Noise = Mapping[str, NDArray[np.float64]]
-"""Noise of one step over its accounted deviation, flattened, by parameter."""
+"""Noise over its accounted deviation, flattened, by parameter."""
 
 
 class Finding(NamedTuple):
-    """A test, or a family of tests, and its p-value."""
+    """Tests with a p-value."""
 
     what: str
-    """Fault that a small p-value shows."""
     log_p: float
-    """Log of a bound on its probability for a sound engine."""
+    """For a sound engine."""
 
 
 def likeliest_fault(findings: list[Finding], false_alarm: float) -> Finding | None:
-    """Return the least probable finding; None if its corrected p-value is at least `false_alarm`."""
+    """Return the least probable finding below `false_alarm`, or None."""
     worst = min(findings, key=lambda finding: max(finding.log_p, LEAST_LOG_P))
     return worst if worst.log_p + math.log(len(findings)) < math.log(false_alarm) else None
 
 
 def log_tail_of_products(total: NDArray[np.float64], m: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Bound log P(|sum of m products of independent normals| >= |total|); see [Note: Tests of noise]."""
+    """Bound log P(|sum of m products of independent normals| >= |total|)."""
     s = np.maximum(np.abs(total), 1e-300)
     t = np.minimum((np.hypot(m, 2 * s) - m) / (2 * s), 1 - 1e-15)
     return np.minimum(math.log(2) - t * s - m / 2 * np.log1p(-(t**2)), 0.0)
@@ -72,21 +61,14 @@ def _log_tail_of_chains(total: NDArray[np.float64], m: NDArray[np.float64]) -> N
     return np.minimum(math.log(2) + log_tail_of_products(total / 2, m), 0.0)
 
 
-@dataclass
 class _Parameter:
-    """Statistics of the noise of a parameter."""
-
-    n: int
-    squares: NDArray[np.float64] = field(init=False)
-    spectrum: NDArray[np.float64] = field(init=False)
-    transformed: int = 0
-    before: deque[NDArray[np.float64]] = field(default_factory=lambda: deque(maxlen=STEPS_APART))
-    across_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
-    pairs_of_steps: NDArray[np.float64] = field(default_factory=lambda: np.zeros(STEPS_APART))
-
-    def __post_init__(self) -> None:
-        self.squares = np.zeros(self.n)
-        self.spectrum = np.zeros(_transform_length(self.n) // 2 + 1)
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.squares = np.zeros(n)
+        self.spectrum = np.zeros(_transform_length(n) // 2 + 1)
+        self.transformed = 0
+        self.before: deque[NDArray[np.float64]] = deque(maxlen=STEPS_APART)
+        self.across_steps, self.pairs_of_steps = np.zeros(STEPS_APART), np.zeros(STEPS_APART)
 
     def see(self, z: NDArray[np.float64]) -> None:
         self.squares += z * z
@@ -99,10 +81,6 @@ class _Parameter:
             self.across_steps[back] += kept @ other
             self.pairs_of_steps[back] += len(kept)
         self.before.append(kept)
-
-    def restart(self) -> None:
-        """Forget earlier steps."""
-        self.before.clear()
 
     def findings(self, name: str, steps: int) -> list[Finding]:
         found = [
@@ -131,7 +109,7 @@ class _Parameter:
 
 
 class NoiseTests:
-    """Collector of the noise of all steps; `sizes` has the elements of each parameter."""
+    """Tests of all steps."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         self.steps = 0
@@ -146,7 +124,7 @@ class NoiseTests:
         self._step_of_engine = 0
 
     def see(self, noise: Noise, *, alone: bool) -> None:
-        """Add the `noise` of the next step; `alone` if the release held nothing else, which keeps the last bits."""
+        """Add a step; `alone` if the release held only noise, with all its last bits."""
         heads = np.zeros((len(self._names), COMPARED))
         for row, name in enumerate(self._names):
             z = noise[name]
@@ -164,14 +142,14 @@ class NoiseTests:
         self._step_of_engine += 1
 
     def next_engine(self) -> None:
-        """Start another engine, which has another secret."""
+        """Begin another engine."""
         self._engines += 1
         self._step_of_engine = 0
         for parameter in self._parameters.values():
-            parameter.restart()
+            parameter.before.clear()
 
     def findings(self) -> list[Finding]:
-        """Return all tests; see [Note: Tests of noise]."""
+        """Return all tests."""
         found = [f for name, p in self._parameters.items() for f in p.findings(name, self.steps)]
         return [*found, self._distribution(), *self._grid_test(), *self._across_parameters(), *self._across_engines()]
 
@@ -185,7 +163,7 @@ class NoiseTests:
         if values < FEWEST_GRID_VALUES:
             return []
         equal = values - len(np.unique(self._grid))
-        # Two floats of 24 bits are equal with probability at most 2^-24; their grid is finer near 0.
+        # The grid of floats is finer near 0.
         log_p = float(stats.poisson.logsf(equal - 1, values**2 / 2 * 2.0**-24)) if equal else 0.0
         return [Finding("the noise lies on a coarse grid, like that of half precision", log_p)]
 
@@ -209,7 +187,7 @@ class NoiseTests:
 
 
 def _transform_length(n: int) -> int:
-    """Return the padded length of a transform of n elements; products do not wrap around."""
+    """Return a length at which products do not wrap around."""
     return int(fft.next_fast_len(2 * n, real=True))  # type: ignore[arg-type]
 
 
@@ -219,5 +197,4 @@ def _log_chi2(total: float, degrees: int) -> float:
 
 
 def _least(what: str, log_p: NDArray[np.float64]) -> Finding:
-    """Return the least p-value, corrected for their number."""
     return Finding(what, min(0.0, float(np.min(log_p)) + math.log(len(log_p))))

@@ -1,17 +1,12 @@
-"""The audit of releases: each must be the clipped sum of a batch plus the accounted noise (docs/audit.md).
+"""The audit of releases: each must be a clipped sum plus the accounted noise (docs/audit.md).
 
 [Note: Nearly without noise]
-Plain autograd and the clipping function give the contributions c_i of the samples. A release is sum_i b_i c_i + noise,
-with b_i = 1 for drawn samples. At noise multiplier SIGMA, least squares find b; the residual is the noise. Tests:
-- the residual is noise of the accounted deviation in every parameter (noise.py);
-- samples of this step and the one before leave nothing along their contributions, in all parameters and in each;
-- the b are independent coins of the sampling probability, over samples and steps, or those of another sampling
-  (draws.py).
-The residual of correlated noise is made independent first, by the accounted weights (whitening.py). Noise, clipping,
-sampling and division run the same code at every noise multiplier.
-
-The samples are candidates with a large part of the gradient in each parameter, not hidden by others. If gradients are
-random (dropout) or of half precision, all samples are blanks, and only noise is tested.
+Plain autograd and the clipping function give the contributions c_i of samples. A release is sum_i b_i c_i + noise, with
+b_i = 1 for drawn ones. At noise multiplier SIGMA, least squares find b. Then
+- the residual, made independent (whitening.py), must be the accounted noise (noise.py);
+- samples of this step and the one before must leave nothing along their contributions;
+- the b must be drawn as accounted (draws.py).
+If gradients are random or of half precision, all samples are blanks.
 """
 
 from __future__ import annotations
@@ -46,30 +41,28 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
 SIGMA = 0.01
-"""Noise multiplier: small enough to reveal draws, far above the rounding of float32 sums."""
+"""Far above the rounding of float32 sums."""
 MOST_SAMPLES = 8
 MOST_ELEMENTS = 2**26
-"""Maximum number of gradient elements of all candidates."""
 FEWEST_STEPS = 16
 HIDDEN_BEYOND = 0.05
-"""Maximum deviation of the noise in b_i; at it, some b_i of a thousand steps is wrong with probability 1e-20."""
+"""Deviation at which some b_i of a thousand steps is wrong with probability 1e-20."""
 SEED = 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ReleasesAudit:
-    """Findings about the releases."""
+    """Findings about releases."""
 
     findings: tuple[Finding, ...]
     steps: int
     elements: int
-    """Trained elements with tested noise."""
     samples: int
-    """Samples with tested sums; 0 if only noise was tested."""
+    """0 if only noise was tested."""
 
     @property
     def fault(self) -> Finding | None:
-        """Likeliest fault, or None; a sound engine has one with probability at most FALSE_ALARM."""
+        """Likeliest fault; P <= FALSE_ALARM for a sound engine."""
         return likeliest_fault(list(self.findings), FALSE_ALARM)
 
 
@@ -88,8 +81,8 @@ def audit_releases(
 ) -> ReleasesAudit:
     """Test the releases of `steps` steps, half of them of a second engine; see [Note: Nearly without noise].
 
-    At most MOST_SAMPLES of the candidates `x`, `y` become the data set. Other arguments are as in `audit_steps`. All
-    ranks must pass equal arguments. Raises ConfigurationError for too few steps, or no candidate with a gradient.
+    At most MOST_SAMPLES of the candidates `x`, `y` become the data set. Other arguments are those of `audit_steps`.
+    Raises ConfigurationError for too few steps, or no candidate with a gradient.
     """
     if not (is_count(steps) and steps >= FEWEST_STEPS):
         raise ConfigurationError(f"steps={steps!r}: give at least {FEWEST_STEPS}, half of them for a second engine.")
@@ -131,7 +124,6 @@ def audit_releases(
 
 
 def _planned(candidates: int, steps: int, options: dict[str, Any]) -> SampledMechanism:
-    """Return the mechanism of an engine: z has the deviation SIGMA, and blanks fill the groups of a BandMF."""
     sampling, correlation = options.get("sampling", "poisson"), options.get("noise_correlation")
     samples, size = candidates, max(1, candidates // 4)
     if sampling == "cyclic-poisson" and correlation is not None:
@@ -144,7 +136,6 @@ def _planned(candidates: int, steps: int, options: dict[str, Any]) -> SampledMec
 
 
 def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[list[int], list[dict[str, Tensor]], bool]:
-    """Return the chosen candidates, their gradients, and True if these are reproducible."""
     elements = sum(p.numel() for p in plain.parameters() if p.requires_grad)
     candidates = min(len(x), max(1, MOST_ELEMENTS // max(1, elements)))
     gradients = [sample_gradient(plain, x[i : i + 1], y[i : i + 1], loss) for i in range(candidates)]
@@ -153,8 +144,6 @@ def _known(plain: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> tuple[li
 
 
 class _Game:
-    """Releases of an engine, split into sums and noise; `known` if `gradients` are reproducible."""
-
     def __init__(
         self,
         engine: PrivacyEngine,
@@ -174,7 +163,7 @@ class _Game:
         self._drawn: list[list[NDArray[np.bool_]]] = [[]]
         n = len(gradients)
         self._left = {name: np.zeros((2, n)) for name in ("", *names)}
-        """Residuals [2, n] along samples' parts in a parameter ("": in all), at steps with the sample and after."""
+        """Residuals [2, n] along parts ("": in all parameters), with the sample and after."""
         self._times = np.zeros((2, n))
         self._whitening = self._of_correlation()
         self.known = known
@@ -196,7 +185,7 @@ class _Game:
     def play(
         self, model: nn.Module, data: TensorDataset, loss: SampleLoss, step: Callable[[], None], micro_batch_size: int
     ) -> Iterator[tuple[dict[str, NDArray[np.float64]], bool]]:
-        """Yield the noise of each step over its deviation, and True if the release held nothing else."""
+        """Yield noise over its deviation, and True if the release held only that."""
         mechanism, device = self.engine.mechanism, next(model.parameters()).device
         model.train()
         for logical_batch in self.engine.batches(data, micro_batch_size):
@@ -216,11 +205,10 @@ class _Game:
         mechanism = self.engine.mechanism
         if mechanism.adaptive_clipping is not None:
             return tuple(self.engine.thresholds.values())
-        groups = len(mechanism.clipping_groups)  # the specified thresholds, whatever the engine has
+        groups = len(mechanism.clipping_groups)  # as specified, whatever the engine has
         return (mechanism.max_grad_norm / math.sqrt(groups),) * groups
 
     def _aim(self, thresholds: tuple[float, ...]) -> None:
-        """Compute the samples' contributions at these thresholds, in units of the sensitivity."""
         if thresholds == self._last:
             return
         self._last, self._unit = thresholds, math.hypot(*thresholds)
@@ -268,7 +256,6 @@ class _Game:
         return {name: value / self._noise for name, value in independent.items()}
 
     def findings(self) -> list[Finding]:
-        """Return the tests of sums and draws."""
         found = [Finding("ranks are given different gradients", -math.inf)] if self._disagreement else []
         if not self.known:
             return found
@@ -282,7 +269,6 @@ class _Game:
 
 
 def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
-    """Return candidates with a large part of the gradient in each parameter, none hidden by others."""
     m = len(gradients)
     gram, parts = np.zeros((m, m)), []
     for name in gradients[0]:
@@ -317,7 +303,6 @@ def _chosen(gradients: list[dict[str, Tensor]]) -> list[int]:
 
 
 def _reproducible(model: nn.Module, x: Tensor, y: Tensor, loss: SampleLoss) -> bool:
-    """Return True if a sample has the same gradient twice, to more than half precision."""
     if any(p.dtype not in (torch.float32, torch.float64) for p in model.parameters() if p.requires_grad):
         return False
     with _seeds_given_back():

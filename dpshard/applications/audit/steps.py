@@ -1,22 +1,14 @@
-"""The two-distribution audit: repeat the same steps with and without one sample, and tell the trials apart.
+"""The two-distribution audit: tell trials with one sample from trials without it (docs/audit.md).
 
 [Note: The game]
-The engine under audit repeats the same steps at a learning rate of 0. Half of the trials include one sample, the
-canary; the adversary knows everything else (docs/audit.md). It projects each release on the canary's clipped gradient
-from plain autograd. It does so by parameter, in units of the noise at sigma = 1. A sound engine gives z_p ~ N(0 or r_p,
-sigma^2), with r of norm nearly 1. Three statistics of a trial's z tell "in" from "out":
-- the likelihood ratio of a Poisson-sampled Gaussian, which is optimal against a sound engine;
-- the same with the deviation of z_p in the first fifth of the trials. Weights r_p / var_p find a parameter with too
-  little noise, however small its part;
-- the spread, max - min, of sum r_p z_p, which reveals noise that is re-used across steps.
-The first fifth of each kind of trial selects statistic and threshold; the others are counted (bounds.py).
-
-The canary's loss is scaled so that clipping keeps most of it (canary.py). That is sound, because a guarantee holds for
-every loss. Clipping may drop long gradients, or thresholds may follow them.
-
-At sampling probability 1 the other samples are live, to notice a canary that changes *their* gradients. Otherwise they
-are blanks, because their draws would drown the canary's. So they are under adaptive thresholds, which change their
-clipped sum from trial to trial. Thresholds always drift over a run, so trials come in random order.
+The adversary projects each release on the canary's clipped gradient, by parameter, in units of the noise at sigma = 1.
+A sound engine gives z_p ~ N(0 or r_p, sigma^2), with r of norm nearly 1. Statistics of a trial:
+- the likelihood ratio of a Poisson-sampled Gaussian, optimal against a sound engine;
+- the same with the found deviation of z_p, for a parameter with too little noise;
+- the spread, max - min, of sum r_p z_p, for re-used noise.
+The canary's loss is scaled so that clipping keeps most of it: a guarantee holds for every loss. At sampling probability
+1 the other samples are live, to notice a canary that changes *their* gradients. Else their draws, or adaptive
+thresholds, would drown it.
 """
 
 from __future__ import annotations
@@ -44,24 +36,22 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
 DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
-"""Deltas at which the trials test a guarantee."""
 
 PREFERRED = 1.15
-"""Factor by which a later statistic must promise more."""
+"""The first statistic is optimal against a sound engine, so others must promise more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsAudit:
-    """Bounds that the trials prove, and the accounted epsilon."""
+    """Bounds that the trials prove."""
 
     trials: Trials
     steps: int
-    """Steps of a trial."""
     mechanism: Mechanism
 
     @property
     def accounted_mu(self) -> float | None:
-        """Mu of a Gaussian guarantee (Gaussian noise, every sample in every step or a fixed order); None for others."""
+        """Mu of a Gaussian guarantee, or None."""
         mechanism = self.mechanism
         if mechanism.sampling == "fixed-order":
             return 1 / mechanism.noise_multiplier
@@ -70,11 +60,11 @@ class StepsAudit:
         return math.sqrt(self.steps) / mechanism.noise_multiplier if gaussian else None
 
     def accounted(self, delta: float) -> float:
-        """Return the accounted epsilon of one trial."""
+        """Return the accounted epsilon of a trial."""
         return epsilon_of(self.mechanism.releases(self.steps), delta, self.mechanism.accountant)
 
     def lower_bound(self, delta: float, confidence: float) -> float:
-        """Return a lower bound on epsilon that holds with probability `confidence`, from mu if Gaussian."""
+        """Return a lower bound on epsilon."""
         if self.accounted_mu is not None:
             return gdp_epsilon(self.trials.mu(confidence), delta)
         return self.trials.epsilon(delta, confidence)
@@ -82,7 +72,7 @@ class StepsAudit:
     def refuted_at(self) -> float | None:
         """Return a delta at which the trials refute the accounted epsilon, or None.
 
-        They refute a sound engine with probability at most 1 - REFUTED_BEYOND, over all deltas together.
+        P <= 1 - REFUTED_BEYOND for a sound engine.
         """
         mu = self.accounted_mu
         if mu is not None and self.trials.mu(REFUTED_BEYOND) > mu:
@@ -110,23 +100,25 @@ def audit_steps(
     """Play `trials` trials of `steps` steps with the last of the N samples, and as many without it.
 
     Args:
-        model: The model; trained at a learning rate of 0, and an ordinary one afterwards.
+        model: Trained at a learning rate of 0, and an ordinary one afterwards.
         x, y: Inputs and targets, N rows each; the last row is the canary.
-        loss: Returns the losses [B].
-        trials, steps: Trials of either kind, and steps of each; a fifth of the trials selects the test.
+        loss: Returns losses [B].
+        trials, steps: Trials of either kind, and steps of each.
         batch_size: Expected batch size; default N, every sample in every batch.
         micro_batch_size: Rows per forward; one that does not divide N causes padding.
         prepare: Wraps the model for sharded training; for DeepSpeed, by deepspeed.initialize().
-        on_step: Called after each of the 2 * trials * steps steps.
-        noise_multiplier, clipping_fn, options: Arguments of PrivacyEngine; moderate epsilons prove most.
+        on_step: Called after each step.
+        noise_multiplier, clipping_fn, options: Arguments of PrivacyEngine.
 
-    All ranks must pass equal arguments, and get equal results. Raises ConfigurationError for too few trials, no noise,
-    a loss that is not [B], or a canary without a gradient.
+    All ranks must pass equal arguments. Raises ConfigurationError for too few trials, no noise, a loss that is not [B],
+    or a canary without a gradient.
     """
-    if not (is_count(trials) and trials >= 20):
-        raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
-    require_positive("noise_multiplier", noise_multiplier)
-    _refuse_settings(options)
+    require_game(trials, noise_multiplier, options, "audit_steps")
+    if options.get("sampling", "poisson") != "poisson":
+        raise ConfigurationError(
+            f"audit_steps plays single steps of Poisson samples, so it says nothing about sampling="
+            f"{options['sampling']!r}. Audit whole runs by audit_runs."
+        )
     n = len(x)
     gradient = sample_gradient(copy.deepcopy(model).train(), x[-1:], y[-1:], loss)
     prepared = prepare(model)
@@ -141,7 +133,7 @@ def audit_steps(
     )
     try:
         canary = CanaryGradient(gradient, engine.mechanism.clipping_groups, parse_clipping_fn(clipping_fn))
-        played = _Game(prepared, engine, canary, loss, steps, micro_batch_size).play(x, y, trials, on_step)
+        played = _played(Game(prepared, engine, canary, loss, micro_batch_size), x, y, trials, steps, on_step)
     finally:
         engine.detach()
     mechanism = engine.mechanism
@@ -149,93 +141,102 @@ def audit_steps(
     return StepsAudit(trials=judge(played, mechanism, chances), steps=steps, mechanism=mechanism)
 
 
-def _refuse_settings(options: dict[str, Any]) -> None:
-    refuse_units(options, "audit_steps")
-    if options.get("sampling", "poisson") != "poisson":
-        raise ConfigurationError(
-            f"audit_steps plays single steps of Poisson samples, so it says nothing about sampling="
-            f"{options['sampling']!r}. Audit whole runs by audit_runs."
-        )
+def require_game(trials: int, noise_multiplier: float, options: dict[str, Any], audit: str) -> None:
+    """Raise ConfigurationError unless the game can be played."""
+    if not (is_count(trials) and trials >= 20):
+        raise ConfigurationError(f"trials={trials!r}: give at least 20, because a fifth of them selects the test.")
+    require_positive("noise_multiplier", noise_multiplier)
+    refuse_units(options, audit)
 
 
 _Release = tuple[list[float], list[float]]
-"""A release in the canary's direction [P], and the canary's contribution [P] if it is drawn."""
+"""[P] in the canary's direction, and its part [P]."""
+
+
+class Played(NamedTuple):
+    """A step of a game."""
+
+    step: int
+    drawn: bool
+    along: list[float]
+    lengths: list[float]
+    """The canary's part [P] if it is drawn."""
 
 
 @dataclass(frozen=True)
-class _Game:
-    """The engine under audit, and how it plays a trial."""
+class Game:
+    """An engine and a canary."""
 
     model: nn.Module
     engine: PrivacyEngine
     canary: CanaryGradient
     loss: SampleLoss
-    steps: int
     micro_batch_size: int
 
-    def play(
-        self, x: Tensor, y: Tensor, trials: int, on_step: Callable[[], object]
-    ) -> dict[float, list[list[_Release]]]:
-        """Return the releases of each trial, by the weight of the canary in it: 1.0 or 0.0."""
-        step, datasets = stepping(self.model), {weight: _data(self.engine, x, y, weight) for weight in (1.0, 0.0)}
-        played: dict[float, list[list[_Release]]] = {1.0: [], 0.0: []}
-        for weight in order_of(trials):
-            played[weight].append([])
-            for release in self._releases(step, datasets[weight]):
-                played[weight][-1].append(release)
-                on_step()
-        return played
-
-    def _releases(self, step: Callable[[], None], data: TensorDataset) -> Iterator[_Release]:
+    def play(self, data: TensorDataset, step: Callable[[], None], steps: int | None = None) -> Iterator[Played]:
+        """Yield the steps on rows (x, y, weight, is canary)."""
         engine, mechanism, device = self.engine, self.engine.mechanism, next(self.model.parameters()).device
         self.model.train()
-        for logical_batch in engine.batches(data, self.micro_batch_size, steps=self.steps):
-            aim = self.canary.aim(tuple(engine.thresholds.values()))
+        for logical_batch in engine.batches(data, self.micro_batch_size, steps=steps):
+            aim, drawn = self.canary.aim(tuple(engine.thresholds.values())), False
             for x, y, weight_B, is_canary_B in logical_batch:
                 losses_B = self.loss(self.model(x.to(device)), y.to(device))
                 scale_B = weight_B * torch.where(is_canary_B, aim.pull, 1.0)
                 weighted_loss(losses_B, scale_B, mechanism.loss_reduction).backward()
+                drawn |= bool((is_canary_B & ~logical_batch.is_padding).any())
             engine.privatize()
-            unit = noise_unit(engine, logical_batch.step)
-            scale = mechanism.schedule[logical_batch.step] / unit
-            z = [reached * scale for reached in self.canary.along(engine.internals.full_gradient)]
+            along = self.canary.along(engine.internals.full_gradient)
             step()
-            yield z, [length / unit for length in self.canary.lengths(aim)]
+            yield Played(logical_batch.step, drawn, along, self.canary.lengths(aim))
+
+
+def _played(
+    game: Game, x: Tensor, y: Tensor, trials: int, steps: int, on_step: Callable[[], object]
+) -> dict[float, list[list[_Release]]]:
+    engine, step = game.engine, stepping(game.model)
+    datasets = {weight: _data(engine, x, y, weight) for weight in (1.0, 0.0)}
+    found: dict[float, list[list[_Release]]] = {1.0: [], 0.0: []}
+    for weight in order_of(trials):
+        found[weight].append([])
+        for played in game.play(datasets[weight], step, steps):
+            unit = noise_unit(engine, played.step)
+            scale = engine.mechanism.schedule[played.step] / unit
+            found[weight][-1].append(([z * scale for z in played.along], [r / unit for r in played.lengths]))
+            on_step()
+    return found
 
 
 def _data(engine: PrivacyEngine, x: Tensor, y: Tensor, canary: float) -> TensorDataset:
-    """Return (x, y, weight, is canary) of a trial; `canary` is the canary's weight."""
     n, mechanism = len(x), engine.mechanism
     live = float(mechanism.schedule[0] == n and mechanism.adaptive_clipping is None)
     weights = torch.full((n,), live)
     weights[-1] = canary
-    # The row of an absent canary is a blank with the values of another sample.
+    # An absent canary's row is another sample.
     rows = torch.arange(n) if canary else torch.tensor([*range(n - 1), 0])
     return TensorDataset(x[rows], y[rows], weights, torch.arange(n) == n - 1)
 
 
 def order_of(trials: int) -> list[float]:
-    """Return `trials` times 1.0 (with the canary) and 0.0 (without), in a random order equal on all ranks."""
-    # Effects of earlier steps, such as adaptive thresholds, must not reveal the canary.
+    """Return the canary's weights in a random order, equal on all ranks."""
     return np.random.default_rng(0).permutation(np.repeat([1.0, 0.0], trials)).tolist()
 
 
 Chances = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""Log likelihood ratios of trials [N], from those of each step [N, T] if the canary is in it."""
+"""Ratios of trials [N] from those of steps [N, T]."""
 
 
 def by_coins(q: float) -> Chances:
-    """Return the ratios of a canary that is in each step with probability `q`."""
+    """Return ratios of a canary in each step with probability `q`."""
     if q == 1:
         return lambda ratio_NT: ratio_NT.sum(1)
     return lambda ratio_NT: np.logaddexp(math.log1p(-q), math.log(q) + ratio_NT).sum(1)
 
 
 def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
-    """Return the ratios of a canary that is in one random step of each `epoch` steps; the same one if `one_draw`."""
+    """Return ratios of a canary in one random step of each epoch, or in the same one."""
 
     def of_trials(ratio_NT: NDArray[np.float64]) -> NDArray[np.float64]:
-        missing = -ratio_NT.shape[1] % epoch  # steps after the end of the trial, which tell nothing
+        missing = -ratio_NT.shape[1] % epoch
         draws = np.pad(ratio_NT, ((0, 0), (0, missing))).reshape(len(ratio_NT), -1, epoch)
         if one_draw:
             draws = draws.sum(1, keepdims=True)
@@ -245,29 +246,26 @@ def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
 
 
 class _Scores(NamedTuple):
-    """Scores of N trials of T steps, for P parameters."""
+    """Of N trials, T steps, P parameters."""
 
     z_NTP: NDArray[np.float64]
-    """Release in the canary's direction."""
     shift_NTP: NDArray[np.float64]
-    """Contribution of the canary to z if it is drawn."""
+    """The canary's part in z if it is drawn."""
 
     def likelihood(self, var_P: NDArray[np.float64], chances: Chances) -> NDArray[np.float64]:
-        """Return each trial's log likelihood ratio [N], given these variances of the noise."""
         weights_NTP = self.shift_NTP / var_P
-        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # of the weighted sum; also the canary's part in it
-        # A step without the canary tells nothing; its deviation must not be 0.
+        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # also the canary's part
+        # It tells nothing without the canary.
         std_NT = np.sqrt(np.where(var_NT > 0, var_NT, 1.0))
         return chances(log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, 1.0, std_NT))
 
     def spread(self) -> NDArray[np.float64]:
-        """Return the spread over the steps of each trial, [N]."""
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
 
 
 def stepping(prepared: nn.Module) -> Callable[[], None]:
-    """Return a function that steps at a learning rate of 0, and drops the gradients."""
-    if is_model_engine(prepared):  # DeepSpeed owns optimizer and step
+    """Return a step at a learning rate of 0."""
+    if is_model_engine(prepared):
         for group in prepared.optimizer.param_groups:  # type: ignore[union-attr]
             group["lr"] = 0.0
         return prepared.step  # type: ignore[return-value]
@@ -281,10 +279,7 @@ def stepping(prepared: nn.Module) -> Callable[[], None]:
 
 
 def noise_unit(engine: PrivacyEngine, step: int) -> float:
-    """Return the L2 sensitivity in force at `step`, the last released one: noise std of the sum / sigma.
-
-    With fixed thresholds it is max_grad_norm.
-    """
+    """Return the L2 sensitivity at `step`."""
     mechanism = engine.mechanism
     if mechanism.noise_multiplier == 0:
         return mechanism.max_grad_norm
@@ -297,7 +292,7 @@ def judge(played: dict[float, Any], mechanism: Mechanism, chances: Chances) -> T
     sigma = mechanism.noise_multiplier
     head = len(without.z_NTP) // 5
     accounted_P = np.full(without.z_NTP.shape[2], sigma**2)
-    # Without noise the variance is that of rounding, or 0, and `likelihood` divides by it.
+    # Without noise the variance may be 0.
     found_P = without.z_NTP[:head].var((0, 1)) + 1e-12
     ways: list[Callable[[_Scores], NDArray[np.float64]]] = [
         lambda scores: scores.likelihood(accounted_P, chances),
@@ -309,7 +304,6 @@ def judge(played: dict[float, Any], mechanism: Mechanism, chances: Chances) -> T
     for way in ways:
         out, into = way(without), way(within)
         threshold, promise = _threshold(out[:head], into[:head])
-        # The first is optimal against a sound engine, so another must promise more than by luck.
         if best is None or promise > PREFERRED * best[0]:
             best = promise, _count(out[head:], into[head:], threshold)
     assert best is not None
@@ -322,13 +316,12 @@ def log_likelihood_ratio(
     q: float,
     sigma: NDArray[np.float64] | float,
 ) -> NDArray[np.float64]:
-    """Return log p(z with a sample that adds `shift` with probability `q`) - log p(z without it)."""
+    """Return log p(z with a sample that adds `shift` with probability `q`) - log p(z without)."""
     drawn = (shift * z - np.square(shift) / 2) / sigma**2
     return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the threshold for "in" that proves most on these trials, and the mu that it would prove."""
     values = np.unique(np.concatenate([without, within]))
     middles: Sequence[float] = [*((values[1:] + values[:-1]) / 2)] or [float(values[0])]
     thinned = middles[:: max(1, len(middles) // 100)]

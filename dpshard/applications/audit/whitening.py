@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping
 
-import numpy as np
-from numpy.typing import NDArray
-
+from dpshard.applications.audit.noise import Noise
 from dpshard.noise.correlation import BandedInverse, BandMF
-
-Noise = Mapping[str, NDArray[np.float64]]
-"""Noise of one step, flattened, by parameter."""
 
 
 class Whitening:
-    """Undoes a correlation, step by step; it holds bands - 1 vectors.
+    """Undoes a correlation, step by step.
 
     Released noise n_t is z_t + w_1 z_{t-1} + ...; in a BandMF, z_t = n_t + c_1 n_{t-1} + ... has fewer terms.
     """
@@ -32,7 +26,7 @@ class Whitening:
         return len(self._weights) == 1
 
     def independent(self, noise: Noise) -> Noise:
-        """Return the z of the next step, whose released noise is `noise`."""
+        """Return the z of the next step."""
         sign = -1.0 if self._of_noise else 1.0
         found = dict(noise)
         for weight, earlier in zip(self._weights[1:], reversed(self._earlier), strict=False):
