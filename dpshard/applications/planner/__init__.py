@@ -1,4 +1,4 @@
-"""The planner: the cost of a private step on many ranks, counted without a cluster."""
+"""The cost of a private step on many ranks, counted without a cluster."""
 
 from dpshard.applications.planner.estimates import DEFAULT_CLIPPINGS, Estimate, Plan, make_plan
 from dpshard.applications.planner.models import PRESETS, Transformer

@@ -6,11 +6,10 @@ from dpshard.applications.planner.counts import RECORDS
 from dpshard.applications.planner.estimates import GIB, Estimate, Plan
 
 HEAVY = 0.2
-"""Share of the peak above which records are mentioned."""
 
 
 def advise(plan: Plan) -> list[str]:
-    """Return sentences for users, the most important first."""
+    """Return sentences, the most important first."""
     ordinary, *private = plan.estimates
     return [
         *_what_fits(plan, private),

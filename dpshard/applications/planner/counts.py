@@ -1,4 +1,4 @@
-"""Counts of one step: its events, and the memory between them."""
+"""Counts of one step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,17 @@ from dpshard.applications.planner.timeline import Event
 PARAMETERS, OPTIMIZER, GRADIENTS = "parameters", "optimizer", "gradients"
 ACTIVATIONS, RECORDS = "activations", "records"
 PARTS: tuple[str, ...] = (PARAMETERS, OPTIMIZER, GRADIENTS, ACTIVATIONS, RECORDS)
-"""Gradients include reduction buffers."""
 
 Bytes = tuple[int, ...]
-"""By part, as in PARTS."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traffic:
-    """Collectives of one kind and dtype."""
+    """Collectives of a kind."""
 
     calls: int
     nbytes: int
-    """Of whole tensors: gathered, before the scatter, or reduced."""
+    """Of whole tensors."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +31,7 @@ class Counts:
 
     events: tuple[Event, ...]
     peaks: tuple[Bytes, ...]
-    """Most memory before each event, since the one before."""
+    """Most memory since the last event."""
     ends: tuple[Bytes, ...]
 
     @property
@@ -57,7 +55,7 @@ class Counts:
         return dict(sorted(found.items()))
 
     def parts(self) -> dict[str, int]:
-        """Return bytes by part at the peak."""
+        """Return bytes at the peak."""
         return dict(zip(PARTS, max(self.peaks, key=sum), strict=True))
 
 
@@ -68,13 +66,12 @@ class Storage:
     nbytes: int
     part: str
     recorded: int | None = None
-    """Place in the log."""
     reference: weakref.ref[Any] | None = None
 
 
 @dataclass(slots=True)
 class MemoryLog:
-    """Changes of storages; read at the end, because parts become known late."""
+    """Changes of storages, whose parts become known late."""
 
     entries: list[tuple[Storage | None, int]] = field(default_factory=list)
     """Additional bytes; None is an event."""

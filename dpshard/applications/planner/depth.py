@@ -1,4 +1,4 @@
-"""Counts of deep models by shallow ones; see [Note: Extrapolation] in extrapolation.py."""
+"""Counts of deep models by shallow ones; see [Note: Extrapolation]."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from dpshard.applications.planner.models import PRESETS, Transformer
 from dpshard.applications.planner.simulation import Clipping, Setup, Simulation
 
 FEW = 4
-"""Both ends, and two blocks that have equals at both sides."""
+"""Both ends, and two with equals at both sides."""
 MANY = 12
 
 
 class Extrapolation:
-    """A rank with `pieces` blocks more than `few`; `more` has one more."""
+    """A rank with `pieces` blocks more than `few`."""
 
     def __init__(self, few: Simulation, more: Simulation, pieces: int, whole: Callable[[], Simulation]) -> None:
         self._few, self._more, self._pieces, self._whole = few, more, pieces, cache(whole)

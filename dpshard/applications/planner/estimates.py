@@ -24,23 +24,19 @@ DEFAULT_CLIPPINGS = (
 )
 
 LARGEST = 2**16
-"""Limit of the search for micro-batches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Costs of one step of one rank; bytes are of tensors, without allocator and libraries."""
+    """Costs of one step of one rank; bytes are of tensors."""
 
     clipping: Clipping | None
-    """None for ordinary training."""
     flops: int
-    """Of products, convolutions and attention; a multiply-add is two."""
+    """A multiply-add is two."""
     traffic: dict[tuple[str, str], Traffic]
-    """By (kind, dtype)."""
     parts: dict[str, int]
-    """Bytes at the peak."""
     largest_micro_batch: int | None = None
-    """0 if one sample does not fit, None without a search."""
+    """0 if none fits, None without a search."""
     events: tuple[Event, ...] = ()
     largest_events: tuple[Event, ...] = ()
 
@@ -66,26 +62,20 @@ class Plan:
 
     setup: Setup
     micro_batch: int
-    """Samples of a rank."""
     parameters: int
     gpu_memory: int | None
-    """Bytes."""
     estimates: tuple[Estimate, ...]
     """Ordinary training first."""
     shard_elements: int = 0
     positions: int = 1
-    """Tokens of a sample; 1 for an image."""
 
     def spilled(self, estimate: Estimate) -> int:
-        """Return the bytes of records that offload_records="auto" moves, without a known GPU all."""
+        """Return the bytes that offload_records="auto" moves, without a known GPU all."""
         room = 0 if self.gpu_memory is None else (1 - RESERVE) * self.gpu_memory
         return min(estimate.parts[RECORDS], max(0, round(estimate.peak - room)))
 
     def times(self, estimate: Estimate, hardware: Hardware, *, micro_batch: int | None = None) -> Times:
-        """Return the time of a step.
-
-        The largest micro-batch has counts of its own; for others, products grow with the samples.
-        """
+        """Return the time of a step; other micro-batches than those counted scale its products."""
         micro_batch = micro_batch or self.micro_batch
         if micro_batch == estimate.largest_micro_batch:
             events: Sequence[Event] = estimate.largest_events
@@ -94,7 +84,7 @@ class Plan:
         return self._replay(events, estimate, hardware)
 
     def times_on(self, estimate: Estimate, hardware: Hardware, ranks: int) -> Times:
-        """Return the time on other `ranks`, with as many samples each."""
+        """Return the time on other `ranks`."""
         return self._replay(spread(estimate.events, self.setup.ranks, ranks), estimate, hardware)
 
     def _replay(self, events: Sequence[Event], estimate: Estimate, hardware: Hardware) -> Times:
@@ -109,7 +99,7 @@ class Plan:
 
 
 def label_of(clipping: Clipping | None) -> str:
-    """Return the name of a step for users."""
+    """Return a name for users."""
     if clipping is None:
         return "not private"
     passes = "one pass" if clipping.passes == 1 else "two passes"
@@ -118,7 +108,7 @@ def label_of(clipping: Clipping | None) -> str:
 
 
 def zero_model_states(parameters: int, ranks: int) -> dict[str, float]:
-    """Return bytes of a rank by ZeRO stage, for Adam in mixed precision: Rajbhandari et al. 2020."""
+    """Return bytes of a rank by ZeRO stage: Rajbhandari et al. 2020."""
     return {
         "stage 0 (DDP)": 16.0 * parameters,
         "stage 1": (4 + 12 / ranks) * parameters,
@@ -137,8 +127,8 @@ def make_plan(
 ) -> Plan:
     """Count a step of ordinary training, and one per item of `clippings`, on one rank of `setup`.
 
-    With `gpu_memory` (GiB) find the largest micro-batch that fits. Raises ConfigurationError for an unknown model, an
-    impossible mesh, or within a process group.
+    `gpu_memory` (GiB) adds the largest micro-batch. Raises ConfigurationError for an unknown model, an impossible mesh,
+    or within a process group.
     """
     for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
         if not is_count(value):
@@ -180,7 +170,7 @@ def _estimate(
 def largest_micro_batch(peak: Callable[[int], int], limit: int, known: tuple[int, int]) -> int:
     """Return the largest B with peak(B) <= limit, or 0; `known` is one pair (B, peak).
 
-    Peaks are nearly linear in B, perhaps beyond a plateau.
+    Peaks are nearly linear, perhaps beyond a plateau.
     """
     points, width = [known], LARGEST
     fits, exceeds = (known[0], LARGEST) if known[1] <= limit else (0, known[0])

@@ -1,9 +1,9 @@
 """Counts of a step with many equal pieces.
 
-[Note: Extrapolation] Every block, and every micro-batch, adds the same events. Two counts, one piece apart, show which,
-and where. Others stay, or grow linearly. So does memory, if places count from the first piece or from the last. So the
-added piece is taken near both ends: second and last but one, because FSDP gathers one unit ahead. Batches of small
-tensors in a release are assumed to grow, so the peak of an update may be too large, never too small.
+[Note: Extrapolation]
+Every block, and every micro-batch, adds the same events. Two counts, one piece apart, show which, and where. Others
+stay, or grow linearly; so does memory, if places count from either end. The added piece is taken second and last but
+one, because FSDP gathers one unit ahead. The peak of an update may become too large, never too small.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Span = tuple[int, int]
 
 
 def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:
-    """Return counts with `pieces` pieces more than `few`, or None if `more` adds not only events."""
+    """Return counts with `pieces` pieces more than `few`; None if `more` has other changes."""
     known, keys = _keys(few.events, more.events)
     added = [
         (j, end)
@@ -48,7 +48,6 @@ def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:
 
 
 def _keys(few: Sequence[Event], more: Sequence[Event]) -> tuple[list[Key], list[Key]]:
-    """Return what makes events equal, without sizes that only one of the counts has."""
     both = {_sized(event) for event in few} & {_sized(event) for event in more}
 
     def key(event: Event) -> Key:

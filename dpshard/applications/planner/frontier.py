@@ -11,10 +11,9 @@ from dpshard.config import is_count, require_positive, require_probability
 from dpshard.errors import ConfigurationError
 
 SIZES = (3e8, 1e9, 3e9, 1e10)
-"""Parameters."""
 BATCHES = tuple(2**k for k in range(12, 21, 2))
 SLOWER = 1.07
-"""FLOPs of private over ordinary training; see docs/planning.md."""
+"""FLOPs of private over ordinary training."""
 FEWEST_STEPS = 100
 KEYS = ("epsilon", "delta", "gpu-hours", "dataset")
 
@@ -30,7 +29,7 @@ class Means:
     seq: int = 1024
 
     def samples(self, parameters: float, hardware: Hardware) -> float:
-        """Return the samples that a model sees: 6 operations per parameter and token (Kaplan et al. 2020)."""
+        """Return the samples that a model sees, by 6 operations per parameter and token (Kaplan et al. 2020)."""
         return self.gpu_hours * 3600 * hardware.flops("bf16") / (SLOWER * 6 * parameters * self.seq)
 
 

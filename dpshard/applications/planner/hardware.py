@@ -26,16 +26,16 @@ GPUS: dict[str, Gpu] = {
     "h200": Gpu(989, 67, 4800, 141),
     "b200": Gpu(2250, 75, 7700, 180),
 }
-"""NVIDIA's A100 SXM, H100 SXM, H200 SXM, HGX B200."""
+"""NVIDIA's data sheets, for SXM and HGX."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Hardware:
-    """A cluster; bandwidths are GB/s per GPU and direction."""
+    """A cluster; bandwidths are GB/s per GPU."""
 
     gpu: str = "h100"
     mfu: float = 0.45
-    """Share of the peak that products reach; about 0.35 to 0.55 in published runs."""
+    """Share of the peak: 0.35 to 0.55 in published runs."""
     intra: float = 450.0
     """Within a node: NVLink 4."""
     inter: float = 50.0
@@ -63,17 +63,17 @@ class Hardware:
         return self.mfu * 1e12 * (gpu.bf16 if precision == "bf16" else gpu.fp32)
 
     def memory_seconds(self, nbytes: float) -> float:
-        """Return the time to read or write bytes."""
+        """Return the time to move bytes."""
         return nbytes / (GPUS[self.gpu].bandwidth * 1e9)
 
     def hop_seconds(self, nbytes: float, *, within_node: bool) -> float:
-        """Return the time to send bytes to one rank."""
+        """Return the time to send bytes."""
         return self.latency + nbytes / ((self.intra if within_node else self.inter) * 1e9)
 
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
-        """Return latency * log2(n) + (n - 1) / n * bytes / bandwidth, and twice that for an all-reduce.
+        """Return latency * log2(n) + (n - 1) / n * bytes / bandwidth, twice that for an all-reduce.
 
-        Bytes are of the whole tensor. A ring (Thakur, Rabenseifner and Gropp 2005) with the latency of a tree.
+        A ring (Thakur, Rabenseifner and Gropp 2005) with the latency of a tree.
         """
         if ranks == 1:
             return 0.0

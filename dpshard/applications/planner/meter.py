@@ -1,8 +1,8 @@
 """Counts of a step on fake tensors.
 
-[Note: Fake tensors and their values] The step reads some values, for example to test a norm for infinity.
-`UnreadValues` gives False for every bool and 0 for every number, of fake tensors only. So it cannot weaken a check in
-training.
+[Note: Fake tensors and their values]
+The step reads some values, for example to test a norm. `UnreadValues` gives False or 0 for those of fake tensors only.
+So it cannot weaken a check in training.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Meter(TorchDispatchMode):
         self.fake, self.node = fake, node
         self.phase = "forward"
         self.waited: list[int] = []
-        """Products wait for their collectives."""
         self._events: list[Event] = []
         self._log = MemoryLog()
         self._live: dict[int, Storage] = {}

@@ -27,16 +27,14 @@ class Subject:
 
     model: nn.Module
     blocks: list[nn.Module]
-    """Units of FSDP."""
     inputs: Callable[[int], tuple[dict[str, Tensor], Tensor]]
-    """Returns keyword inputs and targets."""
     loss: Callable[[Any, Tensor], Tensor]
     around_step: Callable[[], AbstractContextManager[None]] = nullcontext
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transformer:
-    """A GPT, or a ViT if it has patches."""
+    """A GPT, or a ViT with patches."""
 
     width: int
     layers: int
@@ -44,13 +42,10 @@ class Transformer:
     hidden: int | None = None
     """Of the MLP; None: 4 * width."""
     vocabulary: int = 50257
-    """Classes of a ViT."""
     seq: int = 2048
     """Tokens; pixels along a side."""
     patch: int | None = None
-    """Pixels along a side."""
     tied: bool = False
-    """True if the token embedding is the head."""
 
     def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
         """Build the model."""
@@ -103,7 +98,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 
 def cross_entropy(output: Any, targets: Tensor) -> Tensor:
-    """Return the mean loss of logits, or of an output with logits."""
+    """Return the mean loss of logits."""
     scores = getattr(output, "logits", output)
     return F.cross_entropy(scores.float().flatten(0, -2), targets.flatten())
 

@@ -1,4 +1,4 @@
-"""Tensor, sequence and context parallelism of the planner's GPTs."""
+"""Parallelism of the planner's GPTs."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from dpshard.errors import ConfigurationError
 
 
 def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subject:
-    """Return `subject` with its model cut over "tp", or its samples over "cp", of `mesh`.
+    """Return `subject` with its model cut over "tp" of `mesh`, or its samples over "cp".
 
     Raises ConfigurationError unless it is a GPT with a head of its own, and the ranks divide its sizes.
     """
@@ -62,8 +62,6 @@ def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subjec
 
 
 class _Gathering(nn.Module):
-    """Attention of a part of the tokens to all."""
-
     def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
         super().__init__()
         self.qkv, self.out, self.heads, self.group = attention.qkv, attention.out, attention.heads, group
@@ -91,7 +89,7 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         "norm": SequenceParallel(),
         "head": ColwiseParallel(input_layouts=sequence, output_layouts=Shard(-1), use_local_output=False),
     }
-    # Shapes and work are right, although qkv is cut across q, k and v.
+    # Shapes are right, although qkv is cut across q, k and v.
     inner: dict[str, Any] = {
         "norm_1": SequenceParallel(),
         "attention": PrepareModuleInput(input_layouts=(sequence, None), desired_input_layouts=(whole, None)),
@@ -111,7 +109,7 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
 
 @contextmanager
 def grids_unasked() -> Iterator[None]:
-    """Take the ranks for the grid of the mesh: ranks that send nothing cannot confirm it."""
+    """Take the ranks for a grid, which silent ranks cannot confirm."""
     ask = grid.places_of
 
     def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
@@ -126,7 +124,7 @@ def grids_unasked() -> Iterator[None]:
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
-    """Hide from modes what FSDP and DTensor compute about ranks and shapes."""
+    """Hide from modes what FSDP and DTensor compute."""
     join, infer = DeviceMesh._concatenate, ShardingPropagator._propagate_tensor_meta_non_cached
 
     def joined(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:

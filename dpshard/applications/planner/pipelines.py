@@ -30,16 +30,12 @@ class PipelineTimes:
     """Seconds of one step."""
 
     span: float
-    """Of the schedule."""
     within: float
-    """Of the span: collectives within the busiest stage."""
     sums: float
-    """Of groups that span stages."""
     reduction: float
     """Beyond what runs beside backward."""
     update: float
     bubble: float
-    """Share of the span in which stages wait."""
 
     @property
     def total(self) -> float:
@@ -65,16 +61,12 @@ class PipelinePlan:
     """Result of `dpshard plan --pp`."""
 
     setup: Setup
-    """Its micro_batches are parts."""
     micro_batch: int
-    """Samples of a part."""
     elements: tuple[int, ...]
-    """Of each stage."""
     shards: tuple[int, ...]
-    """Of a rank."""
     positions: int
     sent: int
-    """Bytes of a part from a rank to the next stage."""
+    """Bytes of a part to the next stage."""
     estimates: tuple[PipelineEstimate, ...]
 
     @property
@@ -88,7 +80,7 @@ class PipelinePlan:
         return self.setup.ranks // (self.pp * self.setup.tp)
 
     def peaks(self, estimate: PipelineEstimate) -> list[int]:
-        """Return the peak bytes of each stage."""
+        """Return the peak bytes of stages."""
         parts = self.setup.micro_batches
         return [peak_of(stage, order_of(s, self.pp, parts), parts) for s, stage in enumerate(estimate.stages)]
 
@@ -132,7 +124,6 @@ class PipelinePlan:
         return tokens / self.times(estimate, hardware).total / self.setup.ranks
 
     def _hops(self, hardware: Hardware) -> list[float]:
-        """Ranks stand by stage, then by replica."""
         tp, node = self.setup.tp, self.setup.node
         found = []
         for s in range(1, self.pp):
@@ -152,8 +143,7 @@ def make_pipeline_plan(
 ) -> PipelinePlan:
     """Count the first, a middle and the last of `pp` stages under 1F1B; one stage is the whole model.
 
-    Without `clippings` all possible styles are counted. Raises ConfigurationError for pipelines that dpshard does not
-    train, and for models that are not planned.
+    Without `clippings` all possible styles are counted. Raises ConfigurationError for pipelines that are not planned.
     """
     alone = setup.tp > 1 or pp == 1
     if clippings is None:

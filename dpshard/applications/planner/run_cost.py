@@ -23,7 +23,7 @@ class Run:
     noise_multiplier: float | None = None
 
     def guarantee(self) -> tuple[float, float]:
-        """Return (noise multiplier, epsilon) by the PLD accountant."""
+        """Return (noise multiplier, epsilon)."""
         schedule = BatchSchedule((self.batch_size,) * self.steps)
         sigma = math.nan if self.noise_multiplier is None else self.noise_multiplier
         mechanism = SampledMechanism(schedule=schedule, sample_size=self.sample_size, noise_multiplier=sigma)
@@ -47,7 +47,6 @@ class RunCost:
 
     micro_batch: int
     micro_batches: float
-    """Expected number."""
     padding: float
     step_seconds: float
     gpu_hours: float

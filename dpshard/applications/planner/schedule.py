@@ -1,8 +1,8 @@
 """The 1F1B schedule.
 
-[Note: 1F1B] A stage runs as many forwards as there are stages from it to the last. Then it runs a backward and a
-forward in turn, and at last the other backwards. A transfer begins when the sender has computed and the receiver is
-free.
+[Note: 1F1B]
+A stage runs as many forwards as there are stages from it to the last. Backwards and forwards in turn follow, then the
+other backwards. A transfer begins when the sender has computed and the receiver is free.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from dpshard.applications.planner.stage_simulation import BACKWARD, FORWARD, SUMS, UPDATE, StageCounts
 
 Step = tuple[str, int]
-"""Kind and part."""
 
 
 def order_of(stage: int, stages: int, parts: int) -> list[Step]:
@@ -33,7 +32,6 @@ class Walk:
 
     ends: tuple[float, ...]
     last_backwards: tuple[float, ...]
-    """When they begin."""
 
     @property
     def span(self) -> float:

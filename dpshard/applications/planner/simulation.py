@@ -1,7 +1,8 @@
 """The real training step of one rank on fake tensors and a fake process group.
 
-[Note: What is real] All is, except verification, which needs values, and noise, which costs little memory and no
-products. The counted step is not the first, which also creates optimizer states and probes batch dimensions.
+[Note: What is real]
+All is, except verification, which needs values, and noise, which costs little. The counted step is not the first, which
+also creates optimizer states and probes batch dimensions.
 """
 
 from __future__ import annotations
@@ -43,20 +44,16 @@ class Setup:
     """Preset, hf:NAME_OR_PATH, or shape."""
     ranks: int
     shard: Sharding = "fsdp2"
-    """zero2: gathered until backward. fsdp2: ZeRO-3. hsdp: shards within a node."""
+    """zero2: gathered until backward. hsdp: shards within a node."""
     node: int = 8
     micro_batches: int = 1
     seq: int | None = None
     """Tokens, or pixels along a side."""
     checkpointing: bool = False
-    """By block."""
     precision: Literal["bf16", "fp32"] = "bf16"
-    """Of forward and backward."""
     optimizer: Literal["adamw", "sgd"] = "adamw"
     tp: int = 1
-    """Tensor and sequence parallelism within a node."""
     cp: int = 1
-    """Context parallelism."""
 
     @property
     def data_ranks(self) -> int:
@@ -86,10 +83,7 @@ def simulated(setup: Setup) -> Iterator[Simulation]:
 
 @contextmanager
 def fake_ranks(setup: Setup) -> Iterator[None]:
-    """Make a group that sends nothing.
-
-    Raises ConfigurationError if a group exists, or the mesh does not divide the ranks.
-    """
+    """Make a group that sends nothing. Raises ConfigurationError if one exists, or the mesh does not fit."""
     _require_mesh(setup)
     with fake_group(setup.ranks):
         yield
@@ -97,7 +91,7 @@ def fake_ranks(setup: Setup) -> Iterator[None]:
 
 @contextmanager
 def fake_group(ranks: int) -> Iterator[None]:
-    """Make a group that sends nothing; raise ConfigurationError if one exists."""
+    """Make a group that sends nothing, or raise ConfigurationError."""
     if dist.is_initialized():
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
     store = _EveryRankIsHere()  # torch does not keep its Python part alive
@@ -150,7 +144,7 @@ class Simulation:
         self._stepped = False
         self._layouts: dict[Any, Layout] = {}
         mesh = self._mesh()
-        self._told: dict[str, Any] = {}  # for the engine under context parallelism
+        self._told: dict[str, Any] = {}
         # Under context parallelism, ranks of one model have shards of their own.
         sharded_over = (
             mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
@@ -167,14 +161,13 @@ class Simulation:
                 mesh = sharded_over
             self.model = self._shard(self.subject, mesh)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            # It makes no copies, and reads no values.
+            # It reads no values.
             kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
             self.optimizer = kind(parameters, lr=1e-3, fused=True)
             meter.label(self.model.parameters(), PARAMETERS)
             self.shard_elements = sum(getattr(p, "_local_tensor", p).numel() for p in self.model.parameters())
             _, targets = self.subject.inputs(1)
         self.positions = targets.numel() * setup.cp
-        """Tokens of a sample that have a loss."""
 
     def _build(self) -> Subject:
         setup = self.setup
@@ -209,7 +202,7 @@ class Simulation:
         return subject.model
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """Return the costs of a step, ordinary without `clipping`."""
+        """Return the costs of a step."""
         if clipping is None:
             with self.fake, UnreadValues(), self.meter:
                 for _ in range(1 if self._stepped else 2):
@@ -221,7 +214,7 @@ class Simulation:
                 self.model,
                 self.meter,
                 self._layouts,
-                # Every row is in every batch, so each rank has exactly setup.micro_batches.
+                # Every row is in every batch: each rank has setup.micro_batches.
                 batch_size=rows,
                 sample_size=rows,
                 steps=2,
@@ -314,7 +307,7 @@ def _micro_batches(model: nn.Module, count: int) -> Iterator[int]:
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
-    """Return DDP whose C++ reducer does not read or await fake tensors."""
+    """Return DDP that does not read or await fake tensors."""
     ddp = _UnhookedDDP(model, init_sync=False)
 
     def reduce(group, bucket):  # DDP rejects postponed annotations
@@ -330,8 +323,6 @@ def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:
 
 
 class _UnhookedDDP(DistributedDataParallel):
-    """Its log rejects the hook."""
-
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         return {}
 

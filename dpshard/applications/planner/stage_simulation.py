@@ -1,11 +1,11 @@
 """Two parts of a micro-batch on one stage of a pipeline of fake tensors.
 
-[Note: A stage by itself] The second part finds the gradients of the first, whose activations are gone. So memory at any
-point of a schedule is that of the second part, and what other parts hold. The clipper copies records of groups that
-span stages, which are summed after the last part.
+[Note: A stage by itself]
+The second part finds the gradients of the first, whose activations are gone. So memory at any point of a schedule is
+that of the second part, and what other parts hold. Groups that span stages are summed after the last part.
 
-[Note: Tensor parallelism in a stage] The process group is that of one stage's ranks. Under autocast hidden states are
-bfloat16, as in Megatron-LM. Sums with float32 embeddings would be float32.
+[Note: Tensor parallelism in a stage]
+Under autocast hidden states are bfloat16, as in Megatron-LM; sums with float32 embeddings would be float32.
 """
 
 from __future__ import annotations
@@ -42,30 +42,28 @@ from dpshard.clipping.tape import ClippedSums, Tape
 from dpshard.engine import PrivacyEngine
 
 FIRST, FORWARD, BACKWARD, SUMS, UPDATE = "first part", "forward", "backward", "sums", "update"
-"""Forward and backward are those of the second part."""
+"""Forward and backward are of the second part."""
 
 
 @dataclass(frozen=True, slots=True)
 class StageCounts:
-    """Costs of a part on one stage."""
+    """Costs of a part."""
 
     forward: int
     backward: int
     sums: int
-    """Of groups that span stages, after the schedule."""
     held: int
     """Bytes between forward and backward."""
     kept: int
     """Bytes until the schedule ends."""
     buffers: int
-    """Bytes of received tensors, for the whole step."""
+    """Of received tensors."""
     peaks: dict[str, int]
-    """By phase, of one part with none before it, without buffers."""
+    """By phase, without other parts and buffers."""
     collectives: dict[str, tuple[Event, ...]] = field(default_factory=dict)
-    """Those for which products wait."""
 
     def waits(self, phase: str, hardware: Hardware) -> float:
-        """Return the seconds of a phase's collectives."""
+        """Return the seconds of collectives."""
         return sum(
             hardware.collective_seconds(e.kind, e.nbytes, e.ranks, within_node=e.within_node)
             for e in self.collectives.get(phase, ())
@@ -73,12 +71,12 @@ class StageCounts:
 
 
 def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_batch: int) -> StageCounts:
-    """Return the costs of `micro_batch` samples."""
+    """Return the costs of a part."""
     counts = simulation.count(clipping, micro_batch)
     total = [sum(parts) for parts in counts.ends]
     place = {phase: [i for i, e in enumerate(counts.events) if e.phase == phase] for phase in (FORWARD, BACKWARD, SUMS)}
     flops = {phase: sum(counts.events[i].flops for i in some) for phase, some in place.items()}
-    # A phase ends with a mark, with the memory that the next one finds.
+    # A phase ends with a mark of the memory that the next one finds.
     before, between, after = total[place[FORWARD][0] - 1], total[place[FORWARD][-1]], total[place[BACKWARD][-1]]
     kept = after - before if place[SUMS] else 0
     buffers = simulation.buffers
@@ -102,7 +100,7 @@ def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_ba
 
 
 class Stage(GPT):
-    """Blocks of a GPT; the first stage has embeddings, the last one head and norm."""
+    """Blocks of a GPT, with embeddings or head."""
 
     def __init__(
         self,
@@ -136,7 +134,7 @@ class Stage(GPT):
 
 
 class StageSimulation(Simulation):
-    """One rank, whose blocks are those of `shape`."""
+    """One rank of a stage."""
 
     def __init__(self, setup: Setup, shape: Transformer, *, first: bool, last: bool) -> None:
         self._shape, self._first, self._last, self._tp = shape, first, last, setup.tp
@@ -226,7 +224,6 @@ class _StageEngine(CountingEngine):
         self._collector.open_tape = noted
 
     def sum_spanning(self) -> None:
-        """Clip and sum as InStages does after the schedule."""
         tapes, reduction, clipper = list(dict.fromkeys(self._tapes)), self._backend.reduction, self._collector.clipper
         self._tapes.clear()
         assert isinstance(reduction, LateSums)
@@ -247,19 +244,15 @@ class _Alone(Unsharded):
 
 
 class _StageBackend(Backend):
-    """Groups that would span stages do."""
-
     __slots__ = ()
 
     def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
-        """See Backend."""
         labels = ("all-layer", "outside of blocks")
         return tuple(groups), frozenset(group.index for group in groups if group.label in labels)
 
 
 @contextmanager
 def _stage_backends() -> Iterator[None]:
-    """Let engines sum as those of stages do."""
     known = backends.local_backend
 
     def backend(model: nn.Module, declared: Any = None) -> Backend:

@@ -1,4 +1,4 @@
-"""The time of a step, replayed on a clock for products and one for each network.
+"""The time of a step, on a clock for products and one for each network.
 
 docs/planning.md, Time, says what waits for what.
 """
@@ -11,25 +11,24 @@ from dataclasses import dataclass, replace
 from dpshard.applications.planner.hardware import Hardware
 
 RELEASE_BYTES = 16
-"""Per element: the digest reads the sum, the noise reads and writes it."""
+"""Per element: one read for the digest, a read and a write for noise."""
 OPTIMIZER_BYTES = {"sgd": 12, "adamw": 28}
-"""Per element: parameter, gradient and states, read and written."""
+"""Per element."""
 
 
 @dataclass(slots=True)
 class Event:
-    """Products, a collective, or the use of gathered parameters."""
+    """Products, a collective, or "use"."""
 
     phase: str
     flops: int = 0
     kind: str = ""
-    """"" for products; "use" of gathered parameters, or a collective."""
+    """"" for products, "use" of gathered parameters, or a collective."""
     dtype: str = ""
     nbytes: int = 0
     ranks: int = 1
     within_node: bool = True
     waits: bool = False
-    """True if products wait for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +36,8 @@ class Times:
     """Seconds of a step."""
 
     phases: dict[str, float]
-    """With waits."""
     computing: float
     sending: float
-    """The busier network."""
 
     @property
     def total(self) -> float:
@@ -49,12 +46,12 @@ class Times:
 
 
 def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, update_bytes: float = 0.0) -> Times:
-    """Return the times of events; `update_bytes` go to and from the GPU's memory."""
+    """Return the times of events."""
     speed = hardware.flops(precision)
     now = used = computing = 0.0
-    free = {True: 0.0, False: 0.0}  # within nodes, and between them
+    free = {True: 0.0, False: 0.0}
     busy = {True: 0.0, False: 0.0}
-    gathers: list[float] = []  # ends of those whose parameters were not used yet
+    gathers: list[float] = []  # of parameters that were not used yet
     phases: dict[str, float] = {}
     for event in (*events, Event("update")):
         before = now
@@ -84,7 +81,7 @@ def update_bytes(elements: int, optimizer: str, *, private: bool) -> int:
 
 
 def scaled(events: Iterable[Event], work: float) -> list[Event]:
-    """Return the events of a micro-batch `work` times as large; communication stays."""
+    """Return the events of `work` times as many samples."""
     return [replace(event, flops=round(event.flops * work)) if event.flops else event for event in events]
 
 
