@@ -15,12 +15,12 @@ _aten = torch.ops.aten
 
 
 def _convolution_backward(gradient: Any, x: Any, weight: Any, *args: Any, **_: Any) -> int:
-    """Count each gradient as the convolution; torch's formula counts the weight's once per group."""
+    """Count each gradient as the convolution; torch counts the weight's once per group."""
     _bias, _stride, _padding, _dilation, transposed, _output_padding, _groups, mask = args
     return (mask[0] + mask[1]) * conv_flop_count(x.shape, weight.shape, gradient.shape, transposed)
 
 
-# torch picks this kernel for CPU tensors, also for fake ones, but the registry lacks it.
+# torch's registry lacks its CPU kernel.
 FORMULAS: dict[Any, Callable[..., int]] = {
     **flop_registry,
     _aten.convolution_backward: _convolution_backward,

@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A causal language model; without a `head`, the token embedding is its output head."""
+    """A causal language model; without a `head`, embeddings are tied."""
 
     def __init__(
         self, vocabulary: int, length: int, width: int, depth: int, block: Callable[[], Block], *, head: bool = False

@@ -1,4 +1,4 @@
-"""The advice: a start with its reasons, for the samples, budget and compute of a run."""
+"""A start with its reasons."""
 
 from __future__ import annotations
 
@@ -28,27 +28,25 @@ from dpshard.errors import ConfigurationError
 
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
-"""Fewest steps; if the compute does not allow them, the batch shrinks instead."""
+"""Below, the batch shrinks."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Advice:
-    """A start for a private run; `PrivacyEngine(model, **advice.engine_arguments())` takes it."""
+    """A start; `PrivacyEngine(model, **advice.engine_arguments())` takes it."""
 
     task: Task
     model: str
-    """A name of `dpshard train --model`, or package.module:function."""
+    """Of `dpshard train --model`."""
     pretrained: bool
-    """True if the model starts from public weights."""
     sample_size: int
-    """Number of training samples N."""
     target_epsilon: float
     target_delta: float
     batch_size: int
-    """Expected logical batch, drawn by Poisson sampling."""
+    """Expected, by Poisson sampling."""
     steps: int
     noise_multiplier: float
-    """Estimate of sigma; the engine calibrates its own."""
+    """Estimated; the engine calibrates its own."""
     max_grad_norm: float = 1.0
     clipping_fn: Literal["automatic"] = "automatic"
     clipping_style: ClippingStyle = "all-layer"
@@ -57,30 +55,26 @@ class Advice:
     momentum: float
     lr_schedule: Literal["cosine", "constant"]
     trains: str
-    """The part of the model that is trained."""
     trade_offs: tuple[TradeOff, ...]
-    """Runs of as many steps with other batches, the largest first."""
     samples_per_second: float | None
-    """Speed of training, if the user gave it."""
     reasons: tuple[Reason, ...]
     next_steps: tuple[str, ...]
-    """Suggestions for later runs."""
 
     @property
     def epochs(self) -> float:
-        """Expected passes over the samples."""
+        """Expected passes."""
         return self.batch_size * self.steps / self.sample_size
 
     def engine_arguments(self) -> dict[str, Any]:
-        """Return keyword arguments of PrivacyEngine, except model."""
+        """Return arguments of PrivacyEngine, except model."""
         return {name: getattr(self, name) for name in _ENGINE}
 
     def command(self) -> str:
-        """Return the command of `dpshard train` for this start; DATA stands for the user's file or folder."""
+        """Return the command of `dpshard train`, with a name for the user's data."""
         return paste.command(asdict(self))
 
     def code(self) -> str:
-        """Return a Python program for this start, on random data in the place of the user's."""
+        """Return a Python program, on random data."""
         return paste.code(asdict(self))
 
 
@@ -101,8 +95,8 @@ def advise(
     """Return where to start a private run on `sample_size` training samples within a budget.
 
     `target_delta` defaults to a power of ten, at most 1e-5 and 1 / (2 sample_size). `model` is a name of `dpshard train
-    --model`, or package.module:function; `pretrained` says that its weights are public. `hours` limits the compute; it
-    needs `samples_per_second`, the speed of private training. Raises ConfigurationError for values out of range.
+    --model`, or package.module:function; `pretrained` says that its weights are public. `hours` and
+    `samples_per_second` limit the compute. Raises ConfigurationError for values out of range.
     """
     require_choice("task", task, get_args(Task))
     BatchSchedule.parse(1, sample_size=sample_size, steps=1)  # checks sample_size
@@ -162,12 +156,10 @@ def _model(start: Start, task: Task, model: str | None) -> str:
 
 
 def _default_delta(sample_size: int) -> float:
-    """Return a power of ten, at most 1e-5 and 1 / (2 sample_size)."""
     return min(LARGEST_DELTA, 10.0 ** -math.ceil(math.log10(2 * sample_size)))
 
 
 def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
-    """Return the number of samples that the compute allows, or None."""
     if hours is None and samples_per_second is None:
         return None
     if samples_per_second is None:
@@ -187,7 +179,6 @@ def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
 def _fitting(
     start: Start, budget: Budget, limit: int | None
 ) -> tuple[int, tuple[TradeOff, ...], TradeOff, tuple[Reason, ...]]:
-    """Return steps, trade-offs and the chosen one within the limit, and why it is shorter than the start."""
     rows = trade_offs(budget, start.steps)
     chosen = smallest_within(rows, start.relative_noise)
     if limit is None or chosen.batch_size * start.steps <= limit:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from typing import Any
 
 DATA = {"tabular": "table.csv", "vision": "images", "language": "texts.jsonl"}
-"""Stand for the user's file or folder."""
 
 _SHARED = (
     "model batch_size steps target_epsilon target_delta max_grad_norm clipping_fn clipping_style optimizer "
@@ -30,7 +29,7 @@ def _text(value: Any) -> str:
 
 
 def code(advice: Mapping[str, Any]) -> str:
-    """Return a Python program with random data, a model, the engine and the loop."""
+    """Return a program with random data."""
     own = ":" in advice["model"]
     module, _, function = advice["model"].partition(":")
     wanted = f"from {module} import {function}\n" if own else _IMPORTS.get(advice["model"], "")

@@ -1,4 +1,4 @@
-"""Where runs start: numbers of published settings and of our own sweep, each with its source."""
+"""Where runs start, with sources."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ACCOUNTANT = "the accountant pld"
 
 @dataclass(frozen=True, slots=True)
 class Reason:
-    """A choice, its reason, and the source."""
+    """A choice and its reason."""
 
     what: str
     why: str
@@ -30,19 +30,17 @@ class Reason:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Start:
-    """Settings of a kind of run, before the size of the data and the budget are known."""
+    """Settings of a kind of run."""
 
     models: tuple[str, ...]
-    """Names of `dpshard train --model`, the first by default; empty if the user brings the model."""
     steps: int
     relative_noise: float
-    """Largest noise per batch, relative to a batch of all samples; the advice is the smallest batch within it."""
+    """At most, over that of a batch of all samples."""
     optimizer: OptimizerName
     learning_rate: float
     momentum: float = 0.0
     lr_schedule: Literal["cosine", "constant"]
     trains: str
-    """The part of the model that is trained."""
     reasons: tuple[Reason, ...]
     next_steps: tuple[str, ...]
 
@@ -171,5 +169,4 @@ STARTS: dict[tuple[Task, bool], Start] = {
         ),
     ),
 }
-"""Starts by task, and by True if the model has public weights. De et al. give theirs in the configurations of
-jax-privacy, Li et al. in the scripts of private-transformers."""
+"""De et al. give theirs in jax-privacy, Li et al. in private-transformers."""

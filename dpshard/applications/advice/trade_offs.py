@@ -1,4 +1,4 @@
-"""Noise over the expected batch, against compute, by the accountant, before any training."""
+"""Noise over the expected batch, against compute."""
 
 from __future__ import annotations
 
@@ -11,35 +11,32 @@ from dpshard.config import BatchSchedule
 
 SMALLEST_BATCH = 16
 FARTHEST = 2.5
-"""Largest noise per batch in the table, relative to a batch of all samples."""
 TOLERANCE = 5e-3
-"""Relative tolerance of epsilon at a sigma of the table; sigma is never too small."""
+"""Of epsilon, relative; sigma is never too small."""
 DRAFT = "pld-draft"
-"""An upper bound, quicker than "pld", which the engine uses."""
+"""An upper bound, quicker than "pld"."""
 _TRIES = 12
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TradeOff:
-    """A run with another expected batch, and as many steps as the advice."""
+    """A run with another batch."""
 
     batch_size: int
     noise_multiplier: float
-    """Sigma of the budget, estimated."""
     epochs: float
-    """Expected passes over the samples: the compute."""
     relative_noise: float
-    """Sigma over batch, over that of a batch of all samples; at least about 1."""
+    """Over that of a batch of all samples."""
 
     @property
     def noise_per_batch(self) -> float:
-        """Sigma over the expected batch: the noise of an update relative to the clipping norm."""
+        """Sigma over the expected batch."""
         return self.noise_multiplier / self.batch_size
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Samples and budget of a run."""
+    """Samples and budget."""
 
     sample_size: int
     target_epsilon: float
@@ -48,7 +45,7 @@ class Budget:
     def noise_multiplier(self, batch_size: int, steps: int, ratio: float = 1.0) -> float:
         """Return a sigma with an epsilon at most TOLERANCE below the budget, never above.
 
-        `ratio` is a guess of sigma over `central_limit`; it saves time.
+        A guess of sigma over `central_limit` saves time.
         """
         sigma = ratio * self.central_limit(batch_size, steps)
         slope, before, stride = self._slope(sigma), math.nan, 0.0
@@ -64,18 +61,18 @@ class Budget:
         return calibrate(run, target_epsilon=self.target_epsilon, target_delta=self.target_delta).noise_multiplier
 
     def central_limit(self, batch_size: int, steps: int) -> float:
-        """Return sigma by the central limit, mu^2 = steps q^2 (e^(1 / sigma^2) - 1): quick, but no bound."""
+        """Return sigma by mu^2 = steps q^2 (e^(1 / sigma^2) - 1): quick, but no bound."""
         q = batch_size / self.sample_size
         return math.log1p(largest_mu(self) ** 2 / (steps * q**2)) ** -0.5
 
     def _slope(self, sigma: float) -> float:
-        """Return the derivative of log epsilon by log sigma, by the central limit."""
+        """Return d log epsilon / d log sigma, by the central limit."""
         x = sigma**-2
         by_mu = self.log_overspend(self.sample_size, 1, 1 / (1.01 * largest_mu(self))) / math.log(1.01)
         return -by_mu * x / -math.expm1(-x)
 
     def log_overspend(self, batch_size: int, steps: int, sigma: float) -> float:
-        """Return the logarithm of epsilon over the target."""
+        """Return log epsilon over the target."""
         epsilon = epsilon_of(self._run(batch_size, steps, sigma).releases(), self.target_delta, DRAFT)
         return math.log(min(max(epsilon / self.target_epsilon, 1e-3), 1e3))
 
@@ -86,18 +83,18 @@ class Budget:
 
 @cache
 def largest_mu(budget: Budget) -> float:
-    """Return mu of one release about all samples within the budget: one over its sigma."""
+    """Return one over sigma of one release about all."""
     low, high = 1e-6, 2e-6
     while budget.log_overspend(budget.sample_size, 1, 1 / high) < 0:
         high *= 2
-    for _ in range(40):  # halvings of an interval; the accountant has this case in closed form
+    for _ in range(40):  # the accountant has this case in closed form
         middle = (low + high) / 2
         low, high = (middle, high) if budget.log_overspend(budget.sample_size, 1, 1 / middle) < 0 else (low, middle)
     return low
 
 
 def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
-    """Return runs of `steps` steps, from batches of half of the samples down to noisy ones; `also` adds a batch."""
+    """Return runs of `steps` steps, from half of the samples down, and `also` a batch."""
     samples = budget.sample_size
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
     least, found = budget.noise_multiplier(samples, 1) * math.sqrt(steps) / samples, []
@@ -105,7 +102,7 @@ def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[
     sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
     for batch_size in sorted(sizes, reverse=True):
         sigma = budget.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
-        # Batches halve, and the error of the central limit grows by more each time.
+        # The error of the central limit grows by more with each halving.
         before, ratio = ratio, sigma / budget.central_limit(batch_size, steps)
         relative_noise = sigma / batch_size / least
         epochs = batch_size * steps / samples
@@ -117,12 +114,11 @@ def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[
 
 
 def smallest_within(rows: tuple[TradeOff, ...], relative_noise: float) -> TradeOff:
-    """Return the run with the smallest batch within `relative_noise`, else that with the largest batch."""
+    """Return the run with the smallest batch within `relative_noise`, or the largest."""
     within = [row for row in rows if row.relative_noise <= relative_noise]
     return min(within, key=lambda row: row.batch_size) if within else rows[0]
 
 
 def _sizes(samples: int) -> list[int]:
-    """Return half of the samples, and powers of 2 below."""
     half = max(1, samples // 2)
     return [half, *(size for k in range(half.bit_length()) if SMALLEST_BATCH <= (size := 1 << k) < half)]

@@ -1,4 +1,4 @@
-"""Measurement of training steps: interleaved times, memory in fresh processes, FLOPs."""
+"""Measurement of training steps."""
 
 from dpshard.applications.benchmark.comparison import Comparison, Measured, compare
 from dpshard.applications.benchmark.subject import Subject, load

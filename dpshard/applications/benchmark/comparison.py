@@ -1,4 +1,4 @@
-"""The cost of privacy for a user's model, by clipping style and mode."""
+"""The cost of privacy for a user's model."""
 
 from __future__ import annotations
 
@@ -24,27 +24,24 @@ DEFAULT_CLIPPINGS = (
     ("layer-wise", "auto"),
     ("param-wise", "auto"),
 )
-"""All styles, and a mode with two backward passes: slower, with less memory."""
 WARMUP = 2
-"""Steps before timing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One kind of training step."""
+    """A kind of step."""
 
     clipping: tuple[str, str] | None
-    """Style and mode; None for a step without privacy."""
     compiled: bool = False
 
     @property
     def label(self) -> str:
-        """Name for users, such as `not private, compiled`."""
+        """Name for users."""
         parts = ["not private"] if self.clipping is None else list(self.clipping)
         return ", ".join([*parts, "compiled"] if self.compiled else parts)
 
     def training(self, subject: Subject) -> Training:
-        """Return a training of `subject` in this variant."""
+        """Return a training of `subject`."""
         if self.clipping is None:
             return NonPrivate(subject, compiled=self.compiled)
         style, mode = self.clipping
@@ -58,25 +55,22 @@ class Measured:
     variant: Variant
     seconds: Spread
     ratio: Spread
-    """Ratio to the ordinary step of the same round, compiled if this one is."""
+    """To the ordinary step of the round."""
     flops: int
-    """Of matrix products, convolutions and attention."""
     peak: int | None
-    """Peak memory in bytes, model included; None if not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All variants, the ordinary step first and compiled ones last."""
+    """The ordinary step comes first."""
 
     rows: int
-    """Samples of the micro-batch."""
     parameters: int
     device: str
     measured: list[Measured]
 
     def baseline(self, measured: Measured) -> Measured:
-        """Return the ordinary step to compare `measured` with."""
+        """Return the ordinary step for `measured`."""
         return self.find(Variant(None, measured.variant.compiled))
 
     def find(self, variant: Variant) -> Measured:
@@ -85,7 +79,7 @@ class Comparison:
 
 
 def steps_of(clippings: Sequence[tuple[str, str]], rounds: int, *, compiled: bool, memory: bool) -> int:
-    """Return the number of calls of `on_step` by `compare`."""
+    """Return how often `compare` calls `on_step`."""
     variants = (len(clippings) + 1) * (1 + compiled)
     return variants * (WARMUP + rounds + memory)
 
@@ -101,8 +95,8 @@ def compare(
 ) -> Comparison:
     """Measure the model of the function `path` (package.module:function) with and without privacy.
 
-    All variants share the memory while they are timed. Then each peak is measured in a fresh process. Raises
-    ConfigurationError if the function does not return the parts of a Subject, and the engine's errors about the model.
+    Each peak is of a fresh process. Raises ConfigurationError if the function returns no parts of a Subject, and the
+    engine's errors about the model.
     """
     make = load(path)
     variants = [
@@ -115,7 +109,7 @@ def compare(
     for training in trainings.values():
         if isinstance(training, Private):
             training.verify()
-            break  # model and loss are the same in all variants
+            break
     times = interleave(
         {label: training.step for label, training in trainings.items()}, rounds=rounds, warmup=WARMUP, on_step=on_step
     )
@@ -137,8 +131,8 @@ def compare(
 
 
 def peak_of_variant(path: str, variant: Variant) -> int:
-    """Return the peak memory of a training in bytes; call it in a fresh process."""
-    warnings.simplefilter("ignore")  # the parent process has shown them
+    """Return peak bytes, in a fresh process."""
+    warnings.simplefilter("ignore")
     make = load(path)
     x = torch.randn(4, 2)
     rehearsal = variant.training(Subject(nn.Linear(2, 2), x, x, nn.functional.mse_loss))
@@ -158,7 +152,7 @@ def _parameters(model: nn.Module) -> int:
 
 
 def advise(comparison: Comparison) -> list[str]:
-    """Return sentences that recommend style and mode."""
+    """Return sentences on style and mode."""
     private = [m for m in comparison.measured if m.variant.clipping is not None]
     fastest = min(private, key=lambda m: m.ratio.median * comparison.baseline(m).seconds.median)
     said = [f"Fastest: {fastest.variant.label} ({fastest.ratio.median:.2f} times the ordinary step)."]

@@ -1,8 +1,4 @@
-"""Peak memory of a training step in a fresh process.
-
-On the CPU: the high-water mark of resident memory minus resident memory before the model. It is VmHWM of
-/proc/self/status, reset after a first step. On a GPU: the maximum of torch's allocator.
-"""
+"""Peak memory of a training step in a fresh process."""
 
 from __future__ import annotations
 
@@ -21,22 +17,17 @@ from dpshard.applications.benchmark.timing import Step
 from dpshard.errors import DpshardError
 
 Make = Callable[[], Step]
-"""Function that builds model and optimizer, and returns the step."""
 
 STEPS = 3
-"""Measured steps; several, because Poisson batches differ."""
 _M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD = -3, -1  # of glibc's mallopt(3)
 
 
 class OutOfMemoryError(DpshardError, MemoryError):
-    """The measured process was killed, or filled its GPU."""
+    """The process was killed, or filled its GPU."""
 
 
 def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Return the result of `function` in a new process; it and its arguments must be picklable.
-
-    Raises the errors of `function`, and OutOfMemoryError if the process was killed.
-    """
+    """Return the result of `function` in a new process, or raise OutOfMemoryError."""
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(1, mp_context=context, initializer=return_what_is_freed) as pool:
         try:
@@ -48,10 +39,7 @@ def in_fresh_process(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def peak_of(make: Make) -> int:
-    """Return the peak memory of a training in bytes, model included; call it in a fresh process.
-
-    Use all libraries before, so that the figure excludes code that they load at first use.
-    """
+    """Return peak bytes, in a fresh process that has loaded its code."""
     gc.collect()
     if torch.cuda.is_available():
         return _peak_of_gpu(make)

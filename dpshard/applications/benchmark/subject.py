@@ -1,4 +1,4 @@
-"""A model to measure, with data and loss, from a user's function."""
+"""A user's model to measure."""
 
 from __future__ import annotations
 
@@ -22,19 +22,18 @@ USAGE = (
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """A model, a micro-batch of B samples, and their mean loss."""
+    """A model, B samples, and their loss."""
 
     model: nn.Module
     x: Any
-    """Inputs: a tensor, a tuple (positional), or a dict (by keyword) of tensors with B rows."""
+    """A tensor, a tuple (positional), or a dict (by keyword)."""
     y: Any
-    """Targets: a tensor, or a tuple or dict of them, with B rows."""
+    """A tensor, tuple or dict."""
     loss_fn: Callable[[Any, Any], Tensor]
-    """Returns the mean loss [] of output and targets."""
 
     @property
     def rows(self) -> int:
-        """Number of samples B."""
+        """Samples B."""
         return len(tree_flatten(self.x)[0][0])
 
     @property
@@ -52,9 +51,9 @@ class Subject:
 
 
 def load(path: str) -> Callable[[], Subject]:
-    """Return the function at `path` (package.module:function), with checks of its results.
+    """Return the function at `path` (package.module:function), which checks its results.
 
-    Raises ConfigurationError if `path` names no function.
+    Raises ConfigurationError without one.
     """
     function = user_code.load(path)
     return lambda: _subject(path, function)

@@ -1,4 +1,4 @@
-"""Times of steps in turns, so that other load slows all alike."""
+"""Times of steps in turns."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from statistics import quantiles
 import torch
 
 Step = Callable[[], object]
-"""A training step; the device may still compute when it returns."""
+"""The device may still compute when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Return median and quartiles of at least one figure."""
+        """Return that of figures."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0], 1)
         low, median, high = quantiles(figures, n=4, method="inclusive")
@@ -35,10 +35,7 @@ class Spread:
 def interleave(
     steps: Mapping[str, Step], *, rounds: int, warmup: int = 2, on_step: Callable[[str], None] = lambda _: None
 ) -> dict[str, list[float]]:
-    """Return the seconds of every step in each of `rounds` rounds, which take each step once, in random order.
-
-    `warmup` runs of each step exclude verification and compilation. `on_step` gets the name of each finished step.
-    """
+    """Return the seconds of every step in each round, taken once in random order."""
     for name, step in steps.items():
         for _ in range(warmup):
             step()
@@ -58,11 +55,11 @@ def interleave(
 
 
 def paired_ratio(times: Sequence[float], baseline: Sequence[float]) -> Spread:
-    """Return the spread of `times` over the `baseline` of the same round."""
+    """Return the spread of ratios."""
     return Spread.of([a / b for a, b in zip(times, baseline, strict=True)])
 
 
 def synchronize() -> None:
-    """Wait for the GPU, if used."""
+    """Wait for the GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()

@@ -1,4 +1,4 @@
-"""Whole training steps, private and ordinary."""
+"""Whole steps, private and ordinary."""
 
 from __future__ import annotations
 
@@ -18,12 +18,11 @@ from dpshard.engine import PrivacyEngine
 LEARNING_RATE = 1e-4
 """So small that weights hardly change."""
 STEPS = 100_000
-"""Length of a run, beyond any benchmark."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Batch of a step."""
+    """A batch."""
 
     x: Any
     y: Any
@@ -32,16 +31,16 @@ class Batch:
 
 
 class Training(Protocol):
-    """A training, step by step."""
+    """A training."""
 
     def step(self) -> Batch:
-        """Take one whole step, and return its batch."""
+        """Take one step."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Privacy:
-    """Settings of the measured mechanism."""
+    """Settings of the mechanism."""
 
     clipping_style: str = "all-layer"
     clipping_mode: str = "auto"
@@ -50,12 +49,12 @@ class Privacy:
 
 
 def expected_batch(rows: int) -> int:
-    """Return an expected batch size under which batches rarely reach the cap `rows`."""
+    """Return a size of batches that rarely reach `rows`."""
     return max(1, round(0.75 * rows))
 
 
 class NonPrivate:
-    """Ordinary training on `rows` random rows per step; by default as many as the subject has."""
+    """Ordinary training on random rows."""
 
     def __init__(self, subject: Subject, *, rows: int | None = None, lr: float = LEARNING_RATE, compiled: bool = False):
         self.subject = subject
@@ -67,7 +66,7 @@ class NonPrivate:
         self._leaves, self._tree = tree_flatten((subject.x, subject.y))
 
     def step(self) -> Batch:
-        """Take one step on B random rows."""
+        """Take one step."""
         index_B = torch.randperm(len(self._leaves[0]), generator=self._draws)[: self.rows]
         x, y = tree_unflatten([leaf[index_B.to(leaf.device)] for leaf in self._leaves], self._tree)
         self._called.loss(x, y).backward()
@@ -77,10 +76,7 @@ class NonPrivate:
 
 
 class Private:
-    """Training with dpshard: Poisson sampling, padding, clipping, noise and ledger.
-
-    A logical batch is one micro-batch of B rows: at most B samples, then padding.
-    """
+    """Training with dpshard on one micro-batch a step."""
 
     def __init__(
         self,
@@ -117,11 +113,11 @@ class Private:
 
     @property
     def groups(self) -> Sequence[Sequence[str]]:
-        """Parameter names of each clipping group."""
+        """Parameter names by clipping group."""
         return self.engine.mechanism.clipping_groups
 
     def verify(self) -> None:
-        """Compare with plain autograd; raise VerificationError if the loss mixes samples."""
+        """Compare with plain autograd, or raise VerificationError."""
         x, loss_fn = self.subject.x, self.subject.loss_fn
         args, kwargs = ((), x) if isinstance(x, Mapping) else (x if isinstance(x, tuple) else (x,), {})
         leaves, tree = tree_flatten(self.subject.y)
@@ -133,9 +129,9 @@ class Private:
         )
 
     def step(self) -> Batch:
-        """Take one step on the next logical batch."""
+        """Take one step."""
         logical_batch, taken = next(self._batches), []
-        for leaves in logical_batch:  # one micro-batch
+        for leaves in logical_batch:
             x, y = tree_unflatten(list(leaves), self._tree)
             self.subject.loss(x, y).backward()
             taken.append(Batch(x, y, logical_batch.is_padding))

@@ -1,9 +1,4 @@
-"""Tables: code that the command line and the estimators for scikit-learn share.
-
-`columns.py`: what is public about each column. `statistics.py`: private bounds of the others. `encoding.py`: rows as
-numbers for a network. `networks.py`: networks that are good under noise. `objectives.py`: losses and scores. Needs
-pandas, imported late. Errors name columns and places, never a value of a row.
-"""
+"""Tables. Errors name columns and places, never a value of a row."""
 
 from dpshard.applications.tabular.columns import Column, parse_columns
 from dpshard.applications.tabular.encoding import Encoder

@@ -1,4 +1,4 @@
-"""Public facts of a table's columns: kinds, bounds and names of categories."""
+"""Public facts of columns."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _EPOCH = datetime.date(1970, 1, 1)
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Public facts of a column."""
+    """Public facts."""
 
     kind: Kind
-    """A date is a number of days; "drop" leaves the column out."""
+    """"drop" leaves it out."""
     bounds: tuple[float, float] | None = None
-    """Bounds of a number or date, to which values are clipped; None for private ones."""
+    """None for private ones."""
     names: tuple[str, ...] = ()
-    """Names of the categories; other cells share a bucket. Without names, a public hash sorts cells into buckets."""
+    """Others share a bucket. Without names, a public hash sorts cells into buckets."""
 
 
 def parse_columns(given: Mapping[str, Any]) -> dict[str, Column]:
-    """Parse public facts of columns, as in a YAML file; raise ConfigurationError that names the column.
+    """Parse public facts, as in a YAML file; raise ConfigurationError that names the column.
 
     age: [0, 120]                        bounds of a number
     admitted: [2020-01-01, 2026-01-01]   bounds of a date
@@ -64,14 +64,14 @@ def _parse(name: str, facts: Any) -> Column:
 
 
 def days(date: datetime.date) -> float:
-    """Return the days since 1970."""
+    """Return days since 1970."""
     if isinstance(date, datetime.datetime):
         date = date.date()
     return float((date - _EPOCH).days)
 
 
 def cell_name(cell: Any) -> str:
-    """Return a cell as the name of a category: 1, 1.0 and "1" are one."""
+    """Return a cell as a category: 1, 1.0 and "1" are one."""
     if isinstance(cell, str):
         return cell.strip()
     return str(int(cell)) if is_number(cell) and math.isfinite(cell) and cell == int(cell) else str(cell)

@@ -1,9 +1,8 @@
 """Rows of a table as numbers for a network.
 
 [Note: What an encoder knows]
-Of the table it keeps the names of the columns, their kinds, and private bounds. A kind that nobody gave is that of most
-cells: it counts as public. Public facts (bounds, names of categories) come from the user. Cells that do not fit are
-missing: no number in a column of numbers, no day in one of dates. Nothing says which.
+It keeps names and kinds of columns, and private bounds. A kind that nobody gave is that of most cells, and counts as
+public. Cells that do not fit are missing.
 """
 
 from __future__ import annotations
@@ -27,21 +26,20 @@ if TYPE_CHECKING:
     from pandas import DataFrame
 
 BUCKETS = 16
-"""Buckets of a category without names."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """Columns with their public facts, and private bounds where no public ones were given."""
+    """Columns with public facts or private bounds."""
 
     columns: dict[str, Column]
-    """By name, in the order of the table, without dropped ones."""
+    """In the order of the table, without dropped ones."""
 
     @classmethod
     def of(cls, frame: DataFrame, given: Mapping[str, Column]) -> Encoder:
-        """Return an encoder of the columns of `frame` with their `given` facts; other kinds are those of most cells.
+        """Return an encoder of the columns of `frame`; kinds that are not `given` are those of most cells.
 
-        Raises DataError for a given column that the table lacks, or a table without any.
+        Raises DataError for a column that the table lacks, or a table without any.
         """
         own = [str(name) for name in frame.columns]
         if unknown := [name for name in given if name not in own]:
@@ -68,33 +66,33 @@ class Encoder:
 
     @property
     def unbounded(self) -> list[str]:
-        """Columns of numbers and dates without bounds."""
+        """Numbers and dates without bounds."""
         return [n for n, column in self.columns.items() if column.kind in ("number", "date") and column.bounds is None]
 
     def unbounded_cells(self, frame: DataFrame) -> NDArray[np.float64]:
-        """Return the cells [N, D] of the unbounded columns as numbers, NaN if missing."""
+        """Return [N, D], NaN if missing."""
         cells = [_numbers(frame[name], self.columns[name].kind) for name in self.unbounded]
         return np.stack(cells, axis=1) if cells else np.empty((len(frame), 0))
 
     def bounded(self, bounds_D2: NDArray[np.float64]) -> Encoder:
-        """Return this encoder with bounds of the unbounded columns."""
+        """Return this encoder with private bounds."""
         found = dict(zip(self.unbounded, bounds_D2.tolist(), strict=True))
         return Encoder({n: replace(c, bounds=tuple(found[n])) if n in found else c for n, c in self.columns.items()})
 
     def scaled(self, scale: float) -> Encoder:
-        """Return this encoder with public bounds -scale and scale of all numbers without bounds; dates stay."""
+        """Return this encoder with bounds -scale and scale of unbounded numbers."""
         ours = {n for n in self.unbounded if self.columns[n].kind == "number"}
         return Encoder({n: replace(c, bounds=(-scale, scale)) if n in ours else c for n, c in self.columns.items()})
 
     @property
     def numbers(self) -> int:
-        """Number of leading features that are scaled numbers in [-1, 1]."""
+        """Leading features that are in [-1, 1]."""
         return sum(column.kind != "category" for column in self.columns.values())
 
     def encode(self, frame: DataFrame) -> Tensor:
-        """Return float32 features [N, F]: numbers in [-1, 1] (0 if missing), who is missing, then categories, 0 or 1.
+        """Return float32 features [N, F]: numbers in [-1, 1] (0 if missing), who is missing, then categories.
 
-        Raises DataError for a missing column, ConfigurationError for a column without bounds.
+        Raises DataError for a missing column, ConfigurationError for one without bounds.
         """
         if missing := [name for name in self.columns if name not in frame.columns]:
             raise DataError(f"The table has no column {', '.join(map(repr, missing))}.")
@@ -115,9 +113,9 @@ class Encoder:
 
 
 def listed(frame: DataFrame) -> str:
-    """Return the names of the columns for an error, unless they look like cells: a file may have no header."""
+    """Return names of columns for an error, unless they look like cells."""
     names = [str(name) for name in frame.columns]
-    parts = [part for name in names for part in re.split(r"[;|\t]", name)]  # of another separator
+    parts = [part for name in names for part in re.split(r"[;|\t]", name)]
     series = _pandas().Series(parts, dtype=object)
     values = np.isfinite(_numbers(series, "number")) | np.isfinite(_numbers(series, "date"))
     if values.any() or any((frame.iloc[:, i].astype(str) == name).any() for i, name in enumerate(names)):
@@ -126,7 +124,7 @@ def listed(frame: DataFrame) -> str:
 
 
 def numbers_of(cells: Any) -> NDArray[np.float64]:
-    """Return cells as numbers, NaN for others."""
+    """Return numbers, NaN for other cells."""
     return _numbers(cells, "number")
 
 
@@ -177,7 +175,7 @@ def _numbers(cells: Any, kind: Kind) -> NDArray[np.float64]:
 
 
 def _one_hot(cells: Any, column: Column) -> NDArray[np.float32]:
-    """Return [N, K]: a column for missing cells, for other names, and for each name; or for each bucket."""
+    """Return [N, K]; column 0 is for missing cells."""
     present = _present(cells)
     names = [cell_name(cell) for cell in cells.astype(object)]
     if column.names:

@@ -1,9 +1,8 @@
-"""The target of a table: classes, or a number within public bounds.
+"""The target of a table.
 
-[Note: Weights and clipping] Automatic clipping scales every gradient to one norm. So a row that is right already weighs
-as much as a wrong one. If one class is rare, the others win, with or without weights. Of 2,000 rows, 8.7% of them rare,
-networks at epsilon 3 found 1% of the rare ones. Abadi's clipping leaves small gradients small: with weights it found 75
-to 97%. So weighted classes take it.
+[Note: Weights and clipping]
+Automatic clipping gives every gradient one norm. So a rare class loses, with or without weights: at epsilon 3 networks
+found 1% of 8.7% rare rows of 2,000. Abadi's clipping, with weights, found 75 to 97%. So weighted classes take it.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dpshard.errors import ConfigurationError
 
 
 class Objective(Protocol):
-    """Losses and scores of outputs."""
+    """Losses of outputs."""
 
     @property
     def outputs(self) -> int:
@@ -27,7 +26,7 @@ class Objective(Protocol):
         ...
 
     def losses(self, outputs_BO: Tensor, y_B: Tensor) -> Tensor:
-        """Return the loss [B] of each row; that of a row depends on no other."""
+        """Return losses [B], each of one row."""
         ...
 
 
@@ -35,8 +34,8 @@ class Objective(Protocol):
 class Classes:
     """Classes 0 .. count - 1, with public weights.
 
-    Weights shift the logits in training by -log(weight): Menon et al. 2021, arXiv:2007.07314. Weights of losses would
-    be lost, because clipping scales gradients to one norm.
+    They shift logits in training by -log(weight): Menon et al. 2021, arXiv:2007.07314. Clipping would undo weighted
+    losses.
     """
 
     count: int
@@ -49,7 +48,7 @@ class Classes:
 
     @property
     def outputs(self) -> int:
-        """One logit a class."""
+        """Logits."""
         return self.count
 
     def losses(self, outputs_BO: Tensor, y_B: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ class Classes:
 
 @dataclass(frozen=True)
 class Numbers:
-    """A number within public or private bounds, to which targets are clipped; the network learns it in [-1, 1]."""
+    """A number within bounds, to which targets are clipped."""
 
     low: float
     high: float
@@ -76,9 +75,9 @@ class Numbers:
         return (2 * (y_B.double() - self.low) / (self.high - self.low) - 1).clamp(-1, 1).float()
 
     def values(self, outputs_BO: Tensor) -> Tensor:
-        """Return outputs as targets within the bounds, float64."""
+        """Return outputs within the bounds, float64."""
         return self.low + (outputs_BO.squeeze(-1).double().clamp(-1, 1) + 1) / 2 * (self.high - self.low)
 
     def losses(self, outputs_BO: Tensor, y_B: Tensor) -> Tensor:
-        """Return squared errors [B] of scaled targets."""
+        """Return squared errors [B]."""
         return (outputs_BO.squeeze(-1) - y_B).square()

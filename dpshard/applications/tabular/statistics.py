@@ -2,18 +2,15 @@
 
 [Note: A noisy bisection]
 The p-quantile t of a column is the root of f(t) = sum over rows of ([x <= t] - p). ROUNDS halvings find it, for all
-columns at once, each by the sign of f(t) with Gaussian noise. A sample contributes at most max(p, 1 - p) to f of a
-column, and nothing where its cell is missing. So without it, the vector of d columns moves by at most
-sqrt(d) max(p, 1 - p). (A unit of several rows contributes the mean of its rows.) Halvings are spaced by logarithms, so
-that columns of any size have bounds. The first bisection finds the medians, the second the quantiles SPREAD of the
-distances from them.
+columns at once, each by the sign of f(t) with Gaussian noise. A sample contributes at most max(p, 1 - p) to f, nothing
+where its cell is missing; a unit of several rows contributes their mean. So the vector of d columns moves by at most
+sqrt(d) max(p, 1 - p). The first bisection finds medians, the second the quantiles SPREAD of distances from them.
 
 [Note: One Gaussian release]
-Each halving may depend on those before. Adaptive Gaussian mechanisms of noise multipliers sigma_r compose exactly to
-one of (sum of sigma_r^-2)^(-1/2): Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. So 2 ROUNDS halvings of sqrt(2 ROUNDS)
-sigma are accounted as one release of sigma about all samples. Counts of classes are one more. A sample adds 1 to one of
-them, and a unit of several rows adds shares that sum to 1. So the vector moves by at most 1. With both, each part has
-sqrt(2) times the noise. A missing sample is one that contributes zero: the neighbours of the engine.
+Adaptive Gaussian mechanisms of noise multipliers sigma_r compose exactly to one of (sum of sigma_r^-2)^(-1/2): Dong et
+al. 2019, arXiv:1905.02383, Cor. 3.3. So 2 ROUNDS halvings of sqrt(2 ROUNDS) sigma are one release of sigma about all
+samples. Counts of classes are one more: a unit adds shares that sum to 1, so the vector moves by at most 1. With both,
+each part has sqrt(2) times the noise. A missing sample contributes zero, as in the engine.
 """
 
 from __future__ import annotations
@@ -32,15 +29,15 @@ from dpshard.randomness import RandomSource, derive_key, new_run_secret
 ROUNDS = 20
 SPREAD = 0.75
 WIDTH = 2.5
-"""Bounds are the median and WIDTH spreads around it: 2.9 standard deviations of a normal."""
+"""Bounds are WIDTH spreads around the median."""
 SMALLEST, LARGEST = 1e-6, 1e15
-"""Values nearer to 0 look alike; larger ones are clipped."""
+"""Smaller values look alike, larger ones are clipped."""
 
 Values = NDArray[np.float64]
 
 
 def noise_for(share: float, *, samples: int, target_epsilon: float, target_delta: float) -> float:
-    """Return the noise multiplier of statistics that alone cost `share` of epsilon."""
+    """Return the noise of statistics that alone cost `share` of epsilon."""
     if not 0 < share < 1:
         raise ConfigurationError(f"statistics_share={share!r}: it is above 0 and below 1.")
     alone = calibrate_release(samples, target_epsilon=share * target_epsilon, target_delta=target_delta)
@@ -49,14 +46,12 @@ def noise_for(share: float, *, samples: int, target_epsilon: float, target_delta
 
 @dataclass(frozen=True, slots=True)
 class Statistics:
-    """Private bounds, and what they cost."""
+    """Private bounds [D, 2]."""
 
     bounds: Values
-    """[D, 2]."""
     earlier: Counts
-    """The release of them, for `PrivacyEngine(earlier=)`; empty without columns and classes."""
+    """Their release, for `PrivacyEngine(earlier=)`."""
     counts: Values | None = None
-    """Noisy samples of each class [K]; None if not asked for."""
 
 
 def private_statistics(
@@ -68,10 +63,10 @@ def private_statistics(
     classes: int = 0,
     secret: bytes | None = None,
 ) -> Statistics:
-    """Return bounds [D, 2] of columns, counts of classes if `labels` [N] are given, and the one release of both.
+    """Return bounds of columns, counts of classes if `labels` [N] are given, and the one release of both.
 
-    `cells_ND` are float64, NaN where missing. `units` [N] are the number of each row's unit, from 0; None if a row is a
-    unit. `secret` is for tests. See the notes.
+    `cells_ND` are float64, NaN where missing. `units` [N] number each row's unit; None if a row is one. `secret` is for
+    tests.
     """
     rows, columns = cells_ND.shape
     units = np.arange(rows) if units is None else units
@@ -92,21 +87,21 @@ def private_statistics(
     finite_ND = np.where(np.isfinite(cells_ND), cells_ND.clip(-LARGEST, LARGEST), np.nan)
     middle_D = quantiles(finite_ND, weight_N, 0.5, -LARGEST, sigma, source)
     spread_D = quantiles(np.abs(finite_ND - middle_D), weight_N, SPREAD, 0.0, sigma, source)
-    # A column of mostly one value has no spread: its other values stay apart from it by at least 1.
+    # A column of mostly one value has no spread.
     half_D = np.where(spread_D > 3e-4 * np.abs(middle_D) + SMALLEST, WIDTH * spread_D, 1.0)
     bounds_D2 = np.stack([middle_D - half_D, middle_D + half_D], axis=1)
     return Statistics(bounds_D2, earlier, counts_K)
 
 
 def balanced(counts_K: Values, noise_multiplier: float) -> tuple[float, ...]:
-    """Return weights of classes, one over their shares; a count below its noise is taken for that."""
+    """Return weights: one over the shares of classes."""
     least = max(1.0, math.sqrt(2) * noise_multiplier)
     shares_K = np.maximum(counts_K, least) / np.maximum(counts_K, least).sum()
     return tuple((1 / shares_K).tolist())
 
 
 def quantiles(x_ND: Values, weight_N: Values, p: float, least: float, sigma: float, source: RandomSource) -> Values:
-    """Return private p-quantiles [D] above `least`; twice, they cost one release of `sigma`. See the notes."""
+    """Return private p-quantiles [D] above `least`; two such cost one release of `sigma`."""
     columns = x_ND.shape[1]
     std = math.sqrt(2 * ROUNDS) * sigma * math.sqrt(columns) * max(p, 1 - p)
     low_D, high_D = np.full(columns, _position(least)), np.full(columns, _position(LARGEST))
@@ -118,7 +113,7 @@ def quantiles(x_ND: Values, weight_N: Values, p: float, least: float, sigma: flo
 
 
 def excess(x_ND: Values, weight_N: Values, p: float, at_D: Values) -> Values:
-    """Return f [D] at `at_D`, without noise; see [Note: A noisy bisection]."""
+    """Return f [D], without noise; see [Note: A noisy bisection]."""
     with np.errstate(invalid="ignore"):
         return weight_N @ (x_ND <= at_D) - p * (weight_N @ ~np.isnan(x_ND))
 
