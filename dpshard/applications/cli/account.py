@@ -1,4 +1,4 @@
-"""`dpshard account`: epsilon, noise, or number of steps of a run."""
+"""`dpshard account`."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def command(
 ) -> None:
     """Compute the epsilon of a DP-SGD run, the noise that it needs, or the steps that a budget allows.
 
-    Give two of length, noise and budget. Several accountants compute the third, side by side.
+    Give two of length, noise and budget.
 
     For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
     """
@@ -137,7 +137,7 @@ def command(
 
 
 def _answers(plan: Plan, accountants: Sequence[str] | None) -> list[Answer]:
-    # The table says what the warning about gdp says.
+    # The table says so.
     warnings.filterwarnings("ignore", message="accountant='gdp'")
     return [work_out(plan, cast(AccountantName, name)) for name in accountants or _able(plan)]
 

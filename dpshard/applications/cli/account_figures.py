@@ -1,4 +1,4 @@
-"""Figures of `dpshard account`: a run with one unknown setting, its answers, their table and their plot."""
+"""Answers of `dpshard account`, their table and plot."""
 
 from __future__ import annotations
 
@@ -33,19 +33,17 @@ CURVE_POINTS = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """A run; two of length, noise and budget are given."""
+    """A run, with two of length, noise and budget."""
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
-    """The field of Answer to compute."""
     mechanism: SampledMechanism
-    """The run, of one step if its length is unknown."""
+    """Of one step if its length is unknown."""
     target_epsilon: float | None
     target_delta: float
     search: Search | None
-    """A search over many such runs, under one budget; None for a single run."""
 
     def known(self) -> dict[str, Any]:
-        """Return the given facts for JSON, null if unknown."""
+        """Return the given facts."""
         facts = asdict(self.mechanism)
         del facts["schedule"]
         del facts["quantile_counts"]
@@ -63,18 +61,18 @@ class Plan:
 
     @property
     def samples(self) -> int:
-        """Expected number of drawn samples."""
+        """Expected number drawn."""
         return sum(self.mechanism.schedule.sizes)
 
     def releases(self, noise_multiplier: float, steps: int) -> Counts:
-        """Return the releases of the first `steps` steps with this noise."""
+        """Return those of `steps` steps."""
         run = replace(self.mechanism, noise_multiplier=noise_multiplier)
         if self.unknown == "steps":
             return ((run.release(0), steps),) if steps else ()
         return run.releases(steps)
 
     def question(self, accountant: AccountantName) -> dict[str, Any]:
-        """Return the arguments shared by the functions of dpshard.accounting."""
+        """Return arguments of dpshard.accounting's functions."""
         return {"target_delta": self.target_delta, "accountant": accountant, "search": self.search}
 
 
@@ -88,17 +86,16 @@ class Answer:
     steps: int
     neighbouring_relation: str
     upper_bound: bool
-    """True if the true epsilon is certainly not larger."""
     error_over_dp_sgd: float | None
-    """Error of prefix sums over that of DP-SGD (Poisson) at this epsilon; None for DP-SGD."""
+    """Of prefix sums, at this epsilon."""
     found_by: str
-    """Accountant of the figure: "rdp" if "pld" was asked and "rdp" is tighter."""
+    """"rdp" if it is tighter than "pld"."""
 
 
 def work_out(plan: Plan, accountant: AccountantName) -> Answer:
-    """Return the unknown of `plan`, and epsilon of the completed run."""
+    """Return the unknown, and epsilon."""
     run, question = plan.mechanism, plan.question(accountant)
-    budget: Any = plan.target_epsilon  # not None unless epsilon is unknown
+    budget: Any = plan.target_epsilon
     if plan.unknown == "noise_multiplier":
         run = calibrate(run, target_epsilon=budget, **question)
     steps = run.schedule.steps
@@ -118,7 +115,7 @@ def work_out(plan: Plan, accountant: AccountantName) -> Answer:
 
 
 def show(plan: Plan, answers: Sequence[Answer]) -> None:
-    """Print the answers as a table, with notes for readers."""
+    """Print the answers."""
     console.out.print(_table(plan, answers))
     for line in _notes(plan, answers):
         console.out.print(line)
@@ -185,7 +182,7 @@ def _notes(plan: Plan, answers: Sequence[Answer]) -> Iterator[str]:
 
 
 def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
-    """Draw epsilon over the steps, or over sigma if that was unknown."""
+    """Draw epsilon over steps or sigma."""
     over_sigma = plan.unknown == "noise_multiplier"
     with plots.styled():
         figure = plots.new_figure(figsize=(6.4, 4))
@@ -210,7 +207,6 @@ def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
 
 
 def _more_or_less_noise(answer: Answer) -> list[tuple[float, int]]:
-    """Return (sigma, steps) for 0.8 to 1.4 times the noise."""
     return [(answer.noise_multiplier * 2 ** (k / 16), answer.steps) for k in range(-5, 9)]
 
 

@@ -1,4 +1,4 @@
-"""`dpshard advise`: where to start a private run."""
+"""`dpshard advise`."""
 
 from __future__ import annotations
 

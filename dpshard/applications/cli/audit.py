@@ -1,4 +1,4 @@
-"""`dpshard audit`: attacks on a training configuration."""
+"""`dpshard audit`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dpshard.backends.ranks import Ranks
 
 REFUTED = 3
-"""Exit code if an attack proves more than the accounted epsilon."""
 NAMES = {
     "releases": "releases",
     "step": "one step",
@@ -31,7 +30,7 @@ NAMES = {
     "runs": "short runs",
     "run": "whole run",
 }
-"""Attacks by their keys in audit.json."""
+"""By keys of audit.json."""
 SAMPLINGS = {
     "poisson": "Poisson samples",
     "fixed-order": "in a fixed order",
@@ -39,7 +38,6 @@ SAMPLINGS = {
     "balls-in-bins": "balls in bins",
 }
 RELEASES = 200
-"""Maximum number of steps with tested releases."""
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
@@ -87,10 +85,9 @@ def command(
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon, to compare with the accounted one.
 
-    There are three attacks. The first makes releases nearly without noise, to test sums, noise and batches. The second
-    makes many releases of the same steps, with and without an unusual sample. The third, for Poisson sampling, trains
-    on canaries that a coin includes. Exit code 3: an attack proved more than the accounted epsilon. So the model, the
-    loss or the engine is wrong. All settings of `dpshard train` are options.
+    The first attack makes releases nearly without noise. The second repeats steps, with and without an unusual sample.
+    The third, for Poisson sampling, trains on canaries that a coin includes. Exit code 3: an attack proved more than
+    the accounted epsilon. So the model, the loss or the engine is wrong. All settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)
     target = as_json or (folder and folder.audit)
@@ -180,18 +177,17 @@ def _print(figures: dict[str, Any]) -> None:
 
 
 class Attack(NamedTuple):
-    """Findings of one attack, in words."""
+    """Findings in words."""
 
     name: str
     how: str
     proved: str
-    """Lower bound of epsilon; "" for the attack on the releases, which proves none."""
+    """Lower bound; "" for the attack on releases."""
     accounted: str
     confidence: str
     delta: str
     refuted: bool
     fault: str = ""
-    """Fault that the attack on the releases found."""
 
     @property
     def verdict(self) -> str:

@@ -1,4 +1,4 @@
-"""Audits of a `dpshard train` configuration, with settings fitted to the data."""
+"""Audits of a `dpshard train` configuration."""
 
 from __future__ import annotations
 
@@ -33,57 +33,51 @@ from dpshard.losses import sample_losses
 from dpshard.randomness import new_run_secret
 
 CANDIDATES = 32
-"""Unusual samples; the one with the longest gradient is the canary of the games."""
 
 INPUT_SIZES = (0.0, 0.3, 1.0, 3.0)
-"""Factors of the inputs of unusual samples, in turn, in the test of releases."""
+"""Factors of unusual inputs, in turn."""
 
 OF_A_GAME = ("batch_size", "max_batch_size", "noise_multiplier", "target_epsilon", "epochs", "steps")
-"""Settings that a game replaces by its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Game:
-    """Steps to play many times with and without an unusual sample; see docs/audit.md."""
+    """Steps to play with and without an unusual sample."""
 
     steps: int = 1
-    """Steps of a trial."""
     rows: int = 4
-    """Samples, including the unusual one."""
     batch_size: int
-    """Expected batch size; if equal to `rows`, every batch holds all rows."""
+    """Expected."""
     noise_multiplier: float
-    """Chosen so that few trials prove much."""
     micro_batch_size: int
-    """Rows per forward; fewer than all, so that some are padding."""
+    """Less than `rows`, for padding."""
 
 
 def games(steps: int, settings: TrainSettings) -> dict[str, Game]:
-    """Return the games with trials of `steps` steps, by their keys in audit.json.
+    """Return games by their keys in audit.json.
 
-    Little noise shows faults of sampling; much noise shows noise that is re-used.
+    Little noise shows faults of sampling, much noise re-used noise.
     """
     if steps == 1:
         return {"step": Game(batch_size=4, noise_multiplier=0.5, micro_batch_size=3)}
     several: dict[str, Any] = {"steps": steps, "micro_batch_size": 2}
     if settings.sampling == "fixed-order":
-        # Few rows, so the unusual sample takes part several times.
+        # The unusual sample takes part several times.
         return {"runs": Game(rows=max(2, steps // 4), batch_size=1, noise_multiplier=0.5, **several)}
     if settings.sampling == "cyclic-poisson":
-        rows = 2 * _bands(settings, steps // 2)  # a coin of probability 1/2 in each turn of a group
+        rows = 2 * _bands(settings, steps // 2)
         return {
             "sampling": Game(rows=rows, batch_size=1, noise_multiplier=0.2, **several),
             "noise": Game(rows=rows, batch_size=1, noise_multiplier=2.0, **several),
         }
     return {
-        # An epoch: a shuffled loader shows every sample for certain.
+        # A shuffled loader shows every sample for certain.
         "sampling": Game(rows=steps, batch_size=1, noise_multiplier=0.2, **several),
         "noise": Game(batch_size=2, noise_multiplier=2.0, **several),
     }
 
 
 def _bands(settings: TrainSettings, most: int) -> int:
-    """Return the bands of the run, or `most` of a shorter one."""
     return max(1, min(int(settings.bands or 1), most))
 
 
@@ -96,17 +90,14 @@ def audit_game(
     confidence: float,
     on_step: Callable[[], object] = lambda: None,
 ) -> dict[str, Any]:
-    """Play noisy releases with and without an unusual sample; return the figures of audit.json.
-
-    Calls `on_step` after each of the 2 * trials * game.steps steps.
-    """
+    """Play releases with and without an unusual sample; return figures of audit.json."""
     device = own_device(settings, ranks)
     model = _awake(build_model(settings, data, device, ranks))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
     first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
-    # In groups, so that each has two turns.
+    # Each group has two turns.
     options = _of_engine(settings, device, game.steps // (2 if settings.sampling == "cyclic-poisson" else 1))
     audit = (audit_steps if settings.sampling == "poisson" else audit_runs)(
         model,
@@ -127,12 +118,12 @@ def audit_game(
 def audit_all_releases(
     settings: TrainSettings, data: Data, ranks: Ranks, steps: int, on_step: Callable[[], object] = lambda: None
 ) -> dict[str, Any]:
-    """Test that releases are clipped sums plus noise; return the figures of audit.json."""
+    """Take releases apart; return figures of audit.json."""
     device = own_device(settings, ranks)
     model = _awake(build_model(settings, data, device, ranks))
     x, y = odd_samples(data, CANDIDATES // 2)
     if x.is_floating_point():
-        # Biases have most of the gradient of a small input, weights of a large one.
+        # Biases have most of a small input's gradient.
         sizes = torch.tensor(INPUT_SIZES).repeat(len(x))[: len(x)]
         x = x * sizes.view(-1, *[1] * (x.ndim - 1))
     audit = audit_releases(
@@ -157,7 +148,6 @@ def audit_all_releases(
 
 
 def _of_engine(settings: TrainSettings, device: torch.device, most_bands: int) -> dict[str, Any]:
-    """Return the settings of an audit's engine, with `prepare`, which shards its model."""
     kept = {name: value for name, value in settings.mechanism().items() if name not in OF_A_GAME}
     if kept["noise_correlation"] is not None:
         kept["noise_correlation"] = replace(kept["noise_correlation"], bands=_bands(settings, most_bands))
@@ -165,7 +155,7 @@ def _of_engine(settings: TrainSettings, device: torch.device, most_bands: int) -
 
 
 def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
-    """Return an audit of steps as plain values."""
+    """Return plain values."""
     trials = audit.trials
     return {
         "lower_bound": audit.lower_bound(delta, confidence),
@@ -195,11 +185,7 @@ def audit_run(
     confidence: float,
     on_step: Callable[[int], object] = lambda steps: None,
 ) -> dict[str, Any]:
-    """Train a run with canaries; return the figures of audit.json.
-
-    Noise is calibrated for the data set with the canaries, and epsilon is that of this run. Calls `on_step` with the
-    steps of the run after each step.
-    """
+    """Train a run with canaries, to which epsilon applies; return figures of audit.json."""
     included = ranks.on_first(lambda: toss_coins(count, new_run_secret()))
     canaries: Canaries
     if kind == "gradient":
@@ -211,7 +197,7 @@ def audit_run(
     for logical_batch in engine.batches(run.data.train, settings.micro_batch_size):
         sharded.model.train()
         if isinstance(canaries, GradientCanaries) and settings.clipping_fn == "global":
-            canaries.below_threshold(engine)  # global clipping drops longer gradients
+            canaries.below_threshold(engine)  # it drops longer gradients
         for x, y, canary_B, weight_B in logical_batch:
             torch.manual_seed(draw_seed(settings.seed, logical_batch.step, logical_batch.position, ranks.rank))
             x, y, canary_B, weight_B = (part.to(run.device) for part in (x, y, canary_B, weight_B))
@@ -242,7 +228,7 @@ def _run_figures(canaries: Canaries, engine: PrivacyEngine, kind: str, confidenc
 
 
 def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
-    """Return unusual samples: values of a training sample in random order, or random bytes; random labels."""
+    """Return shuffled values of samples, or random bytes, with random labels."""
     generator = torch.Generator().manual_seed(0)
     like = [torch.as_tensor(data.train[i % size(data.train)][0]) for i in range(count)]
     if data.kind in (Kind.LANGUAGE, Kind.MASKED):
@@ -265,7 +251,7 @@ def _longest(model: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _awake(model: nn.Module) -> nn.Module:
-    """Fill zero parameters with small values, because a head of zeros blocks gradients."""
+    """Fill zero parameters, because a head of zeros blocks gradients."""
     with torch.no_grad():
         for p in model.parameters():
             if not p.any():

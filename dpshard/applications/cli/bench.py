@@ -1,4 +1,4 @@
-"""`dpshard bench`: the cost of privacy for the user's model."""
+"""`dpshard bench`."""
 
 from __future__ import annotations
 
@@ -46,8 +46,7 @@ def command(
 ) -> None:
     """Measure time, memory and FLOPs of private training for your model, and compare with ordinary training.
 
-    Whole steps take turns, so other load on the machine slows all of them alike. A ratio compares two
-    steps of one round.
+    Steps take turns, so other load slows all of them alike.
 
     For example: dpshard bench my_project.bench:subject --clipping all-layer --clipping layer-wise
     """

@@ -1,4 +1,4 @@
-"""Options for noise that is correlated over steps, and its sampling."""
+"""Options for correlated noise and its sampling."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Bands = Annotated[
 ]
 Momentum = Annotated[float | None, typer.Option(help=HELP["train"]["Privacy"]["correlation_momentum"])]
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
-"""Numbers of bands that `auto` tries, over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
+"""Bands of `auto` over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 
 
 def parse(
@@ -51,7 +51,7 @@ def parse(
     target_epsilon: float | None,
     target_delta: float,
 ) -> SampledMechanism:
-    """Return `run` with this sampling and correlation; raise ConfigurationError for pairs that cannot be analysed."""
+    """Return `run` with these options, or raise ConfigurationError."""
     require_choice("--sampling", sampling, get_args(SamplingName))
     if sampling != "poisson" and not of_known_length:
         raise ConfigurationError(
@@ -70,7 +70,7 @@ def parse(
 def correlation_of(
     name: str | None, bands: str | None, momentum: float | None, *, buffers: bool = False
 ) -> BandedInverse | BandMF | None:
-    """Return the correlation of these options; raise ConfigurationError if they are incomplete or unknown."""
+    """Return the correlation, or raise ConfigurationError."""
     require_choice("--correlation", name, (None, "none", *KINDS))
     name = None if name == "none" else name
     if buffers and name != "band-mf":
@@ -96,7 +96,6 @@ def _best(
     name: str,
     budget: Mapping[str, Any],
 ) -> SampledMechanism:
-    """Return `run` with the number of bands that has the least error within the budget."""
     steps, samples, size = run.schedule.steps, run.sample_size, run.schedule[0]
     most = min(steps, samples // size) if name == "band-mf" else steps
     middle = budget["target_epsilon"] * math.sqrt(steps) / max(1.0, steps * size / samples)
@@ -107,7 +106,7 @@ def _best(
 
 
 def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) -> float | None:
-    """Return the error of prefix sums over that of DP-SGD (Poisson) at `epsilon`; None for DP-SGD."""
+    """Return the error of prefix sums over that of DP-SGD."""
     if run.sampling == "poisson" or not 0 < epsilon < math.inf:
         return None
     plain = SampledMechanism(schedule=run.schedule, sample_size=run.sample_size)
@@ -116,7 +115,7 @@ def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) ->
 
 
 def in_words(run: SampledMechanism, ratio: float) -> str:
-    """Describe `error_over_dp_sgd` and the noise multiplier."""
+    """Describe `error_over_dp_sgd`."""
     steps, sampled = run.schedule.steps, sum(run.schedule.sizes)
     it = "noise" if run.noise_correlation else "sampling"
     advice = f"this {it} pays" if ratio < 1 else "take --sampling poisson, which has less noise"

@@ -1,4 +1,4 @@
-"""`dpshard doctor`: parts of this installation, and remedies."""
+"""`dpshard doctor`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,6 @@ EXTRAS: Mapping[str, tuple[str, str]] = {
     "lightning": ("lightning", "Lightning's callback"),
     "deepspeed": ("deepspeed", "ZeRO by DeepSpeed"),
 }
-"""Extras of dpshard: package and purpose."""
 
 
 class State(StrEnum):
@@ -41,13 +40,12 @@ class State(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A part of the installation."""
+    """A part."""
 
     part: str
     state: State
     found: str
     remedy: str = ""
-    """Remedy if it is not on."""
 
 
 def command(as_json: console.JsonFile = None) -> None:

@@ -1,4 +1,4 @@
-"""`dpshard plan`: the cost of a private step on many ranks."""
+"""`dpshard plan`."""
 
 from __future__ import annotations
 
@@ -32,11 +32,9 @@ def command(
 ) -> None:
     """Count collectives, FLOPs and peak memory of a private step on many GPUs, on one core.
 
-    The real step runs on tensors without values. Times are estimates from the counts and the speeds
-    of GPU and network. So are the lines "By formula".
+    The real step runs on tensors without values. Times are estimates, and so are the lines "By formula".
 
-    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing
-    --gpu-memory 80
+    For example: dpshard plan --model gpt-100b --ranks 256 --micro-batch 1 --checkpointing --gpu-memory 80
     """
     settings = PlanSettings(**{name: value for name, value in flags.items() if value is not None})
     chosen = [parse_clipping(text) for text in settings.clipping or ()]
@@ -82,7 +80,7 @@ def command(
 
 
 def parse_clipping(text: str) -> tuple[str, str]:
-    """Return style and mode of `STYLE[:MODE]`, or raise ConfigurationError."""
+    """Parse `STYLE[:MODE]`, or raise ConfigurationError."""
     style, _, mode = text.partition(":")
     require_choice("clipping", style, get_args(ClippingStyle))
     require_choice("clipping mode", mode or "auto", sorted(CLIPPING_MODES))
@@ -164,7 +162,7 @@ def _figures(plan: Plan, advice: Sequence[str], seconds: float) -> dict[str, Any
 
 
 def draw(plan: Plan, path: Path) -> None:
-    """Draw memory and FLOPs of every step."""
+    """Draw memory and FLOPs."""
     from dpshard.applications.planner.counts import PARTS
 
     estimates = plan.estimates[::-1]

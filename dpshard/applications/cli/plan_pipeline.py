@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from dpshard.applications.planner.pipelines import PipelinePlan
 
 SHOWN = 4
-"""Stages whose memory is printed."""
 
 
 def print_plan(
@@ -32,7 +31,7 @@ def print_plan(
     as_json: Path | None,
     report: Callable[[str], None],
 ) -> None:
-    """Count the stages of a pipeline, and print a step."""
+    """Count the stages, and print a step."""
     from dpshard.applications.planner import Setup
     from dpshard.applications.planner.pipelines import make_pipeline_plan
 

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 NODES = (1, 2, 4, 8, 16)
-"""Numbers of nodes at which Amdahl's law is fitted, relative to the plan's."""
 
 AddRow = Callable[..., None]
 
@@ -50,7 +49,7 @@ def new_table(title: str, estimates: Sequence[Estimate] | Sequence[PipelineEstim
 
 
 def offloaded(plan: Plan, estimate: Estimate) -> float:
-    """Return the GiB of a host's memory that hold records with offload_records="auto"."""
+    """Return the GiB of records in a host's memory."""
     return plan.setup.node * plan.spilled(estimate) / GIB
 
 
@@ -81,7 +80,7 @@ def unit(plan: Plan) -> str:
 
 
 def assumptions(hardware: Hardware) -> str:
-    """Return the sentence with the speeds."""
+    """Return a sentence with the speeds."""
     return (
         f"Times are estimates: {hardware.gpu} at {hardware.mfu:.0%} of its peak, {hardware.intra:g} GB/s within a node "
         f"of {hardware.node}, {hardware.inter:g} GB/s between nodes, {1e6 * hardware.latency:g} us of latency."
@@ -123,7 +122,7 @@ def advice(plan: Plan, hardware: Hardware) -> list[str]:
 
 
 def run_costs(plan: Plan, settings: PlanSettings, hardware: Hardware) -> RunCosts | None:
-    """Return what the run of the settings costs; None without one."""
+    """Return the costs of the settings' run."""
     from dpshard.applications.planner.run_cost import Run, best_run_cost
 
     if settings.batch_size is None or settings.sample_size is None or settings.steps is None:
@@ -167,7 +166,7 @@ def print_run(plan: Plan, costs: RunCosts) -> None:
 
 
 def figures(plan: Plan, hardware: Hardware, costs: RunCosts | None) -> dict[str, Any]:
-    """Return times and costs as plain values."""
+    """Return plain values."""
     found: dict[str, Any] = {"hardware": asdict(hardware), "seconds_of_a_step": {}}
     for e in plan.estimates:
         times = plan.times(e, hardware)
