@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -37,39 +38,23 @@ from dpshard.errors import ConfigurationError, DataError
 from dpshard.sampling.units import UnitDataset
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class _PrivateEstimator(BaseEstimator):
     """Settings stay as given; `fit` checks them."""
 
-    def __init__(
-        self,
-        *,
-        target_epsilon: float = 3.0,
-        target_delta: float | None = None,
-        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
-        bounds: tuple[Any, Any] | None = None,
-        columns: Mapping[str, Any] | None = None,
-        statistics_share: float = 0.3,
-        batch_size: int | None = None,
-        steps: int | None = None,
-        learning_rate: float | None = None,
-        max_grad_norm: float = 1.0,
-        rows_per_unit: int = 8,
-        micro_batch_size: int = 1024,
-        random_state: int | None = None,
-    ) -> None:
-        self.target_epsilon = target_epsilon
-        self.target_delta = target_delta
-        self.model = model
-        self.bounds = bounds
-        self.columns = columns
-        self.statistics_share = statistics_share
-        self.batch_size = batch_size
-        self.steps = steps
-        self.learning_rate = learning_rate
-        self.max_grad_norm = max_grad_norm
-        self.rows_per_unit = rows_per_unit
-        self.micro_batch_size = micro_batch_size
-        self.random_state = random_state
+    target_epsilon: float = 3.0
+    target_delta: float | None = None
+    model: Literal["auto", "linear", "mlp"] | nn.Module = "auto"
+    bounds: tuple[Any, Any] | None = None
+    columns: Mapping[str, Any] | None = None
+    statistics_share: float = 0.3
+    batch_size: int | None = None
+    steps: int | None = None
+    learning_rate: float | None = None
+    max_grad_norm: float = 1.0
+    rows_per_unit: int = 8
+    micro_batch_size: int = 1024
+    random_state: int | None = None
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -237,6 +222,7 @@ def _units(groups: Any, rows: int) -> NDArray[np.int64]:
     return np.unique(names, return_inverse=True)[1].astype(np.int64)
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
     """A classifier of tables; epsilon covers its weights and its private bounds, as `statement_` says.
 
@@ -265,42 +251,8 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         model_, encoder_, n_iter_, n_features_in_, feature_names_in_.
     """
 
-    def __init__(
-        self,
-        *,
-        target_epsilon: float = 3.0,
-        target_delta: float | None = None,
-        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
-        bounds: tuple[Any, Any] | None = None,
-        columns: Mapping[str, Any] | None = None,
-        statistics_share: float = 0.3,
-        batch_size: int | None = None,
-        steps: int | None = None,
-        learning_rate: float | None = None,
-        max_grad_norm: float = 1.0,
-        rows_per_unit: int = 8,
-        micro_batch_size: int = 1024,
-        random_state: int | None = None,
-        classes: Sequence[Any] | None = None,
-        class_weight: Mapping[Any, float] | Literal["balanced"] | None = None,
-    ) -> None:
-        super().__init__(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            model=model,
-            bounds=bounds,
-            columns=columns,
-            statistics_share=statistics_share,
-            batch_size=batch_size,
-            steps=steps,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            rows_per_unit=rows_per_unit,
-            micro_batch_size=micro_batch_size,
-            random_state=random_state,
-        )
-        self.classes = classes
-        self.class_weight = class_weight
+    classes: Sequence[Any] | None = None
+    class_weight: Mapping[Any, float] | Literal["balanced"] | None = None
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Fit to rows X [N, D] with labels y [N]; `groups` [N] name the protected unit of each row."""
@@ -336,6 +288,7 @@ class PrivateClassifier(ClassifierMixin, _PrivateEstimator):
         return self.classes_[best_N]
 
 
+@dataclass(kw_only=True, eq=False, repr=False)
 class PrivateRegressor(RegressorMixin, _PrivateEstimator):
     """A regressor of tables; epsilon covers its weights and its private bounds, as `statement_` says.
 
@@ -344,40 +297,7 @@ class PrivateRegressor(RegressorMixin, _PrivateEstimator):
         Others: as of PrivateClassifier; `model` may be a module to outputs [B, 1], y scaled to [-1, 1].
     """
 
-    def __init__(
-        self,
-        *,
-        target_epsilon: float = 3.0,
-        target_delta: float | None = None,
-        model: Literal["auto", "linear", "mlp"] | nn.Module = "auto",
-        bounds: tuple[Any, Any] | None = None,
-        columns: Mapping[str, Any] | None = None,
-        statistics_share: float = 0.3,
-        batch_size: int | None = None,
-        steps: int | None = None,
-        learning_rate: float | None = None,
-        max_grad_norm: float = 1.0,
-        rows_per_unit: int = 8,
-        micro_batch_size: int = 1024,
-        random_state: int | None = None,
-        target_bounds: tuple[float, float] | None = None,
-    ) -> None:
-        super().__init__(
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
-            model=model,
-            bounds=bounds,
-            columns=columns,
-            statistics_share=statistics_share,
-            batch_size=batch_size,
-            steps=steps,
-            learning_rate=learning_rate,
-            max_grad_norm=max_grad_norm,
-            rows_per_unit=rows_per_unit,
-            micro_batch_size=micro_batch_size,
-            random_state=random_state,
-        )
-        self.target_bounds = target_bounds
+    target_bounds: tuple[float, float] | None = None
 
     def fit(self, X: Any, y: Any, groups: Any = None) -> Self:
         """Fit to rows X [N, D] with numbers y [N]; `groups` as of PrivateClassifier."""
