@@ -186,7 +186,6 @@ class _Private(ShardsOnCPU):
         return self._training_loss(model, inputs, return_outputs)
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        assert self.engine is not None
         if self._packing is not None:
             return self._packed_loss(model, inputs, return_outputs)
         loss_fn = self._loss_outside(model, inputs)
@@ -203,18 +202,29 @@ class _Private(ShardsOnCPU):
         bare: Any = self.accelerator.unwrap_model(model)  # type: ignore[attr-defined]
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
+        loss, outputs = self._verified_loss(model, inputs, loss_fn, (labels,), (uneven(labels),))
+        return (loss, outputs) if return_outputs else loss
+
+    def _verified_loss(
+        self,
+        model: nn.Module,
+        inputs: Mapping[str, Any],
+        loss_fn: Callable[..., Tensor],
+        targets: tuple[Tensor, ...],
+        targets_to_verify: tuple[Tensor, ...],
+    ) -> tuple[Tensor, Any]:
+        """Return the mean of losses [B] (or their mean []) and the outputs; verify the loss before the first."""
+        assert self.engine is not None
         if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=uneven(labels), **inputs)
+            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=targets_to_verify, **inputs)
             self._verified = True
         outputs = model(**inputs)
-        losses = loss_fn(outputs, labels)
+        losses = loss_fn(outputs, *targets)
         self._losses_B = losses.detach() if losses.dim() else None
-        loss = losses.mean()
-        return (loss, outputs) if return_outputs else loss
+        return losses.mean(), outputs
 
     def _packed_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
         """Return the mean of the documents' losses, over the largest number of documents."""
-        assert self.engine is not None
         config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigurationError(
@@ -232,13 +242,7 @@ class _Private(ShardsOnCPU):
 
         if hasattr(config, "use_cache"):
             rows["use_cache"] = False  # with a cache, Transformers lets documents see each other
-        if not self._verified:
-            self.engine.verify(loss_fn=lambda *x: loss_fn(*x).mean(), targets=(labels, unit_ids), **rows)
-            self._verified = True
-        outputs = model(**rows)
-        losses_U = loss_fn(outputs, labels, unit_ids)
-        self._losses_B = losses_U.detach()
-        loss = losses_U.mean()
+        loss, outputs = self._verified_loss(model, rows, loss_fn, (labels, unit_ids), (labels, unit_ids))
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:

@@ -70,16 +70,9 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         return self._model_of_pairs
 
     def _training_loss(self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool) -> Any:
-        assert self.engine is not None
-        assert self._pairs is not None
         rows = {name: inputs[name] for name in ("input_ids", "attention_mask", "completion_mask")}
         ratio_B = self._reference(rows, inputs)
-        if not self._verified and self._privacy.get("verify", True):
-            self.engine.verify(loss_fn=lambda *x: self._losses(*x).mean(), targets=ratio_B, **rows)
-            self._verified = True
-        losses_B = self._losses(self._model_of_pairs(**rows), ratio_B)
-        self._losses_B = losses_B.detach()
-        loss = losses_B.mean()
+        loss, _ = self._verified_loss(self._model_of_pairs, rows, self._losses, (ratio_B,), (ratio_B,))
         return (loss, {}) if return_outputs else loss
 
     def _losses(self, log_probs_B2: Tensor, ratio_B: Tensor) -> Tensor:
@@ -90,13 +83,9 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         """Log-probability [B] of chosen over rejected by the reference model."""
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"] - inputs["ref_rejected_logps"]
-        assert self._pairs is not None
         with torch.no_grad():
             reference: Any = self.ref_model
-            if reference is not None:
-                log_probs_B2 = Pairs(reference)(**rows)
-            else:
-                log_probs_B2 = self._of_base(rows)
+            log_probs_B2 = self._of_base(rows) if reference is None else Pairs(reference)(**rows)
         return log_probs_B2[:, 0] - log_probs_B2[:, 1]
 
     def _of_base(self, rows: Mapping[str, Tensor]) -> Tensor:

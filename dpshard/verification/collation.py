@@ -249,16 +249,18 @@ class _Generators:
     """Generators of torch, NumPy, Python, and those of a function."""
 
     def __init__(self, function: Any) -> None:
-        self._own = list({id(x): x for x in _held(function, 3)}.values())
+        found = {id(x): x for x in _held(function, 3)}
+        self._own = [(x, access) for x in found.values() if (access := access_to(x)) is not None]
 
     def states(self) -> list[Any]:
-        return [torch.get_rng_state(), np.random.get_state(), random.getstate(), *map(_state, self._own)]  # noqa: NPY002
+        own = (copy.deepcopy(read(x)) for x, (read, _) in self._own)
+        return [torch.get_rng_state(), np.random.get_state(), random.getstate(), *own]  # noqa: NPY002
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
         np.random.seed(seed)  # noqa: NPY002
         random.seed(seed)
-        for generator in self._own:
+        for generator, _ in self._own:
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(seed)
             elif isinstance(generator, np.random.Generator):
@@ -270,18 +272,8 @@ class _Generators:
         torch.set_rng_state(states[0])
         np.random.set_state(states[1])  # noqa: NPY002
         random.setstate(states[2])
-        for generator, state in zip(self._own, states[3:], strict=True):
-            _access(generator)[1](generator, state)
-
-
-def _state(generator: Any) -> Any:
-    return copy.deepcopy(_access(generator)[0](generator))
-
-
-def _access(generator: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]:
-    access = access_to(generator)
-    assert access is not None
-    return access
+        for (generator, (_, write)), state in zip(self._own, states[3:], strict=True):
+            write(generator, state)
 
 
 def _held(x: Any, depth: int) -> Iterator[Any]:

@@ -29,6 +29,10 @@ class Loss:
         return self.loss_fn(output, *(picked if self.rows_per_unit == 1 else [t.flatten(0, 1) for t in picked]))
 
 
+NOTHING_TO_TRAIN = (
+    "No output of the model depends on a trainable parameter in a differentiable way, so there is nothing to train. "
+    "Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
+)
 Objective = Callable[[Any, Sequence[int]], Tensor]
 """(output for some samples, their numbers) -> scalar."""
 
@@ -38,10 +42,7 @@ def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) 
     n = len(chosen)
     leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
-        raise VerificationError(
-            "No output of the model depends on a trainable parameter in a differentiable way, so there is nothing to "
-            "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
-        )
+        raise VerificationError(NOTHING_TO_TRAIN)
     pairs = {i: (pytree.tree_leaves(together)[i], pytree.tree_leaves(alone)[i]) for i in leaves}
     found: list[Objective] = [
         lambda output, _samples, i=i: pytree.tree_leaves(output)[i] for i in leaves if pairs[i][0].dim() == 0

@@ -30,7 +30,7 @@ from dpshard.verification.gradients import (
     verify_norms_and_sums,
 )
 from dpshard.verification.kept import objective_of, statistics_kept
-from dpshard.verification.objectives import Loss, Objective
+from dpshard.verification.objectives import NOTHING_TO_TRAIN, Loss, Objective
 from dpshard.verification.samples import OUTLIER
 from dpshard.verification.tolerances import moved, other_sizes, row_bounds
 
@@ -167,10 +167,7 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
         drawn = {unit: torch.randn(part.shape, generator=generator, dtype=torch.float64) for unit, part in like.items()}
         seeds.append((i, place, {unit: seed.to(like[unit]) for unit, seed in drawn.items()}))
     if not found and not seeds:
-        raise VerificationError(
-            "No output of the model depends on a trainable parameter in a differentiable way, so there is nothing to "
-            "train. Check requires_grad, and that the model returns tensors (or tuples, lists, dicts of them)."
-        )
+        raise VerificationError(NOTHING_TO_TRAIN)
 
     def along(output: Any, samples: Sequence[int]) -> Tensor:
         leaves = pytree.tree_leaves(output)

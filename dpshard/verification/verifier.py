@@ -64,14 +64,8 @@ class Verifier:
         *,
         mean: bool,
     ) -> None:
-        self._sharding, self._ranks, self._clipper, self._moment, self._secret = (
-            sharding,
-            ranks,
-            clipper,
-            moment,
-            secret,
-        )
-        self._mean = mean
+        self._sharding, self._ranks, self._clipper = sharding, ranks, clipper
+        self._moment, self._secret, self._mean = moment, secret, mean
         # (kind, dimensions of size 1): most samples verified.
         self._kinds: dict[tuple[Any, Any], int] = {}
         self._steps: set[tuple[int, Any]] = set()

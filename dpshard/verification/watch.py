@@ -169,7 +169,7 @@ class Watch:
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
-        sizes = [n for x, dim in _samples(run) for d, n in enumerate(x.shape) if d != dim]
+        sizes = [n for x, dim in run.carrying() for d, n in enumerate(x.shape) if d != dim]
         length, known = max(sizes, default=0), self._lengths
         longer, first_other = length > max(known, default=0), len(known) == 1 and length not in known
         known.add(length)
@@ -177,10 +177,10 @@ class Watch:
 
     def _has_character(self, run: Run) -> bool:
         """Return True for new combinations of negative (ignored labels) and too large integers."""
-        lengths = {x.shape[1] for x, dim in _samples(run) if dim == 0 and x.dim() > 1}
+        lengths = {x.shape[1] for x, dim in run.carrying() if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))
-            for x, _ in _samples(run)
+            for x, _ in run.carrying()
             if x.device.type == "cpu" and x.numel() and not x.is_floating_point() and not x.is_complex()
         )
         new = character not in self._characters
@@ -200,7 +200,3 @@ def _ration(path: str, kind: Any) -> str:
     """Return the path for a flag or string, the attribute for a number."""
     exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
     return path if exact else f"{path.partition('[')[0]}[]"
-
-
-def _samples(run: Run) -> list[tuple[Tensor, int]]:
-    return run.carrying()

@@ -81,13 +81,7 @@ class PrivacyEngine:
         refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         return self._make_private(
-            module,
-            optimizer,
-            criterion,
-            data_loader,
-            settings,
-            sampling="poisson" if poisson_sampling else "balls-in-bins",
-            noise_multiplier=noise_multiplier,
+            module, optimizer, criterion, data_loader, settings, poisson_sampling, noise_multiplier=noise_multiplier
         )
 
     def make_private_with_epsilon(
@@ -116,16 +110,9 @@ class PrivacyEngine:
         """
         refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
+        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
         return self._make_private(
-            module,
-            optimizer,
-            criterion,
-            data_loader,
-            settings,
-            sampling="poisson" if poisson_sampling else "balls-in-bins",
-            epochs=epochs,
-            target_epsilon=target_epsilon,
-            target_delta=target_delta,
+            module, optimizer, criterion, data_loader, settings, poisson_sampling, epochs=epochs, **budget
         )
 
     def _make_private(
@@ -135,12 +122,10 @@ class PrivacyEngine:
         criterion: Any,
         data_loader: DataLoader[Any] | DPDataLoader,
         settings: ClippingSettings,
+        poisson: bool,
         *,
-        sampling: SamplingName,
         epochs: int = 1,
-        noise_multiplier: float | None = None,
-        target_epsilon: float | None = None,
-        target_delta: float | None = None,
+        **budget: float,
     ) -> tuple[Any, ...]:
         self._require_unused()
         module = module._module if isinstance(module, GradSampleModule) else module
@@ -152,14 +137,14 @@ class PrivacyEngine:
         style, norm = settings.style_and_norm(module)
         size = len(loader.dataset)  # type: ignore[arg-type]
         batch_size = expected_batch_size(loader)
+        sampling: SamplingName = "poisson" if poisson else "balls-in-bins"
+        privacy: Any = {"target_delta": min(1e-5, 0.1 / size), **budget}
         engine = core.PrivacyEngine(
             module,
             batch_size=batch_size,
             sample_size=size,
             steps=epochs * steps_of_round(loader, batch_size, sampling),
-            noise_multiplier=noise_multiplier,
-            target_epsilon=target_epsilon,
-            target_delta=min(1e-5, 0.1 / size) if target_delta is None else target_delta,
+            **privacy,
             max_grad_norm=norm,
             clipping_fn="abadi",
             clipping_style=style,
