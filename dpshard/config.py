@@ -142,7 +142,7 @@ def _sizes(size_of: Callable[[int], int], sample_size: int, epochs: float | None
     require_positive("epochs", epochs)
     wanted, drawn = epochs * sample_size, 0.0
     sizes: list[int] = []
-    # Round half up: add a step while it brings the expected number of samples closer.
+    # Round half up.
     while not sizes or drawn + size_of(len(sizes)) / 2 <= wanted:
         sizes.append(size_of(len(sizes)))
         require_positive(f"batch_size at step {len(sizes) - 1}", sizes[-1])
@@ -156,7 +156,7 @@ class Execution:
 
     norm: NormMethod
     backward_passes: int
-    """1 keeps all records until the norms are known (book-keeping); 2 repeats backward instead."""
+    """1 keeps all records until the norms are known; 2 repeats backward."""
     keep_per_sample: bool
     """True to reuse a norm's per-sample gradient in the clipped sum."""
     records_on_device: float | Literal["auto"] | None = None

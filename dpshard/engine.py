@@ -367,7 +367,6 @@ class PrivacyEngine:
             wait()
 
     def _spend(self, of_step: StepNoise, *, own: bool) -> list[Callable[[], object]]:
-        """Count and record the next release; return functions that wait for the disk."""
         step = self.step
         counts = self._budget.spend(of_step.identity, unverified_sampling=own)
         self._noise.take(of_step)

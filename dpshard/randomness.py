@@ -94,7 +94,7 @@ class RandomSource:
         return ((self.words(n) >> np.uint64(11)).astype(np.float64) + 1.0) * 2.0**-53
 
     def normals(self, n: int, dtype: type[np.float32] | type[np.float64]) -> Iterator[NDArray[Any]]:
-        """Yield `n` standard normals of `dtype`, in pieces that fit the cache; each overwrites the one before."""
+        """Yield `n` standard normals in pieces that fit the cache; each overwrites the one before."""
         rows, drawn = _WORDS[dtype], 0
         with _scratch(min(_UNITS * UNIT, -(-n // UNIT) * UNIT), dtype) as (normals, words, raw):
             while drawn < n:
@@ -114,7 +114,7 @@ class RandomSource:
 
 
 def first_bytes(keys: Sequence[bytes], sizes: Iterable[int]) -> list[bytes]:
-    """Return the first bytes, at least `sizes` of them, of the stream under each of `keys`; up to 2 MiB."""
+    """Return the first bytes of the stream under each of `keys`, at least `sizes`, up to 2 MiB."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     # Such an object is made five times as fast as a stream; the tag follows.
@@ -135,7 +135,6 @@ _FREE_SCRATCH: list[NDArray[np.uint8]] = []
 
 @contextmanager
 def _scratch(n: int, dtype: Any) -> Iterator[tuple[NDArray[Any], NDArray[Any], NDArray[np.uint8]]]:
-    """Yield memory for `n` normals, their words, and the bytes of a stream."""
     itemsize, words = np.dtype(dtype).itemsize, _WORDS[dtype] * n // 2
     cuts = tuple(itertools.accumulate((n * itemsize, words * itemsize, 4 * words + _CIPHER_PADDING)))
     try:

@@ -173,7 +173,6 @@ class Checkpointer:
         return {name: _portable(thing.state_dict()) for name, thing in self._others.items()}
 
     def _newest(self) -> int | None:
-        """Return the step of the newest sound checkpoint; ranks share the checking."""
         complaints: list[str] = []
         for step in self._ranks.on_first(self._folder.complete):
             complaint = self._complaint(step)
@@ -213,7 +212,6 @@ class Checkpointer:
 
 
 def _own_digests(partial: Path, rank: int) -> Digests:
-    """Return the digests of this rank's files; rank 0 adds the table of contents."""
     files = [*partial.glob(f"__{rank}_*"), *([partial / ".metadata"] if rank == 0 else [])]
     for path in files:
         path.chmod(0o600)
@@ -226,7 +224,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Pack a state without tensors, whose keys may have any type."""
+    """Without tensors, keys may have any type."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

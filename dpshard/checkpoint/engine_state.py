@@ -12,7 +12,7 @@ from dpshard.errors import CheckpointError
 
 FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
-"""With another kind of secure noise, repeated steps would have other noise."""
+"""Another kind would draw other noise for repeated steps."""
 
 
 class Unpacked(NamedTuple):

@@ -30,7 +30,7 @@ ROWS = 64
 
 
 class Facts:
-    """The facts of one engine, and those of its loaded state; see [Note: Facts of a run]."""
+    """See [Note: Facts of a run]."""
 
     def __init__(self, backend: Backend, clipping_mode: str, sampling: SamplingName = "poisson") -> None:
         self._backend, self._clipping_mode, self._sampling = backend, clipping_mode, sampling
@@ -69,7 +69,7 @@ class Facts:
         self._saved = {}
 
     def know_data(self, saved: dict[str, Any], secret: bytes) -> None:
-        """Store the data of a loaded state of the run with this secret."""
+        """Store the data of the run with this secret."""
         data = saved.get("data")
         if data is not None or (self._data is not None and self._data[0] != secret):
             self._data = None if data is None else (secret, data)
@@ -109,7 +109,6 @@ class Facts:
 
 
 def _described(device: torch.device) -> str:
-    """Return the kind of `device` and dpshard's kernels there."""
     if device.type == "cuda":
         return f"{torch.cuda.get_device_name(device)}{' with Triton' if triton.run_on(device) else ''}"
     compiled = device.type == "cpu" and native.is_built()
@@ -117,7 +116,7 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """Return a keyed digest of shapes and some rows of tensors in memory, or of a Subset's indices; else None."""
+    """Return a keyed digest of shapes and some rows of tensors in memory, or of a Subset's indices."""
     if isinstance(dataset, IterableDataset):
         return None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
@@ -136,7 +135,6 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the changed facts among those known to both, in words."""
     for name in sorted(saved.keys() & now.keys()):
         if None not in (saved[name], now[name]) and saved[name] != now[name]:
             yield "other rows of data" if name == "data" else f"{name} {now[name]} (saved: {saved[name]})"

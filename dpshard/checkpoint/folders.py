@@ -43,7 +43,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder for its owner only; remove remains of killed saves."""
+        """Make an empty folder; remove remains of killed saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)
@@ -69,7 +69,7 @@ class CheckpointFolder:
         else:
             partial.rename(place)
         flush(self.path)
-        # Later checkpoints are damaged, else the run would have resumed there; they must not displace sound ones.
+        # Later checkpoints are damaged and must not displace sound ones.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
             shutil.rmtree(self._partial(old))

@@ -57,14 +57,14 @@ class Journal:
             return Mark(entries, file.read(_LENGTH).hex())
 
     def note(self, step: int, identity: bytes) -> Future[None]:
-        """Append a release; the future is done when it is on the disk. Both may raise OSError."""
+        """Append a release; the future is done when it is on the disk."""
         if self._descriptor is None:
             self._descriptor = self._open()
         _write(self._descriptor, _entry(step, identity))
         return self._thread.submit(os.fsync, self._descriptor)
 
     def since(self, mark: Mark) -> list[Release] | None:
-        """Return the entries after `mark`; None if it is not in this journal, or one is damaged."""
+        """Return the entries after `mark`; None if damaged, or of another journal."""
         start = mark.entries
         content = self.path.read_bytes() if self.path.exists() else b""
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]

@@ -10,20 +10,14 @@ from dpshard.checkpoint.journal import Journal
 
 
 class ReleaseNotes:
-    """Writes releases to a journal; all ranks make it together.
-
-    Without a wait, other ranks could use a release that a crash of the first then forgets.
-    """
+    """Without a wait, other ranks could use a release that a crash of the first then forgets."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
         self._ranks = Ranks()  # of its own, since a thread may save by others
 
     def note(self, step: int, identity: bytes) -> Callable[[], object]:
-        """Note a release on the first rank; return a function of all ranks that waits for the disk.
-
-        Both raise CheckpointError if it cannot be written, the function on all ranks.
-        """
+        """Note a release on the first rank; return a wait of all ranks for the disk. Both raise CheckpointError."""
         if not self._ranks.first:
             return lambda: self._ranks.on_first(lambda: None)
         written = explained(self._journal.path, lambda: self._journal.note(step, identity))()

@@ -136,7 +136,6 @@ class PrivateScores:
             os.close(file)
 
     def _recorded(self, file: int) -> dict[int, float]:
-        """Return the scores in the file, by step; begin the file if it is empty."""
         try:
             content = os.pread(file, os.fstat(file).st_size, 0)
             whole = content[: content.rfind(b"\n") + 1]  # a truncated score was not handed out
@@ -157,7 +156,7 @@ class PrivateScores:
         return found
 
     def _append(self, file: int, row: dict[str, Any]) -> None:
-        """Append a row; it is on the disk before a score is used."""
+        """Append a row, on the disk before a score is used."""
         line = json.dumps(row).encode() + b"\n"
         try:
             while line:

@@ -1,4 +1,4 @@
-"""dpshard in other frameworks, and under other libraries' interfaces; begin with `transformers.py`.
+"""dpshard in other frameworks, and under other libraries' interfaces.
 
 They may import the public package, `accounting`, `config`, `losses`, `replacements`, `sampling` and `step`;
 `sklearn.py` also `applications.tabular` and `applications.advice`.

@@ -124,7 +124,6 @@ class PrivacyEngine(core.PrivacyEngine):
 
 
 def _blocks(module: nn.Module, heads: Sequence[str]) -> list[list[str]]:
-    """Return the names of trainable parameters per block, which begins with one of the layers `heads`."""
     known = {name for name, _ in module.named_modules()}
     if unknown := sorted(set(heads) - known):
         raise ConfigurationError(f"clipping_style names {', '.join(unknown)}, but the model has no such layer.")

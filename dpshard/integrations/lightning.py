@@ -59,7 +59,7 @@ class PrivateTraining(L.Callback):
     # --- the fit ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create or resume the engine, and make the module loop over micro-batches."""
+        """Create or resume the engine; make the module loop over micro-batches."""
         _require_supported(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
@@ -85,7 +85,7 @@ class PrivateTraining(L.Callback):
         pl_module.optimizer_zero_grad = lambda *_: None  # type: ignore[method-assign]
 
     def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Raise CheckpointError if the ledger differs from Lightning's count of steps."""
+        """Require the ledger to agree with Lightning's steps."""
         assert self.engine is not None
         if self.engine.step != trainer.global_step:
             raise CheckpointError(
@@ -100,7 +100,7 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """Run backward except for the last micro-batch, whose output Lightning differentiates."""
+        """Run backward except for the last micro-batch."""
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
                 "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
@@ -146,7 +146,7 @@ class PrivateTraining(L.Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of engine and generators, with the run secret: guard them like the data."""
+        """Return the states of engine and generators; guard the run secret in it like the data."""
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

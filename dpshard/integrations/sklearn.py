@@ -63,7 +63,6 @@ class _PrivateEstimator(BaseEstimator):
         return tags
 
     def _frame(self, X: Any, *, reset: bool) -> Any:
-        """Return a DataFrame; columns of an array are named x0, x1, ..."""
         require("pandas", "train", "a table")
         import pandas
 
@@ -92,7 +91,7 @@ class _PrivateEstimator(BaseEstimator):
         return {name: column for name, column in of_all.items() if name in numbers} | given
 
     def _fit(self, frame: Any, y: Tensor | None, target: NDArray[np.float64], objective: Any, groups: Any) -> Self:
-        """Fit to rows: y [N] of known scale, or None and `target` [N] without public bounds."""
+        """Fit to y [N] of known scale, or None and `target` [N] without public bounds."""
         for name in ("epsilon_", "delta_", "statement_", "n_iter_"):  # a fit that stops leaves no older guarantee
             self.__dict__.pop(name, None)
         units = None if groups is None else _units(groups, len(frame))
@@ -194,7 +193,7 @@ LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
 
 
 def _refuse_cells(X: NDArray[Any]) -> None:
-    """Refuse what scikit-learn would refuse with the cells in its message."""
+    """Refuse cells that scikit-learn would show in its message."""
     if X.dtype.kind == "c":
         raise ValueError("Complex data not supported: give real numbers.")
     if X.ndim < 2:

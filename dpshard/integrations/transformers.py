@@ -132,7 +132,6 @@ class _Private(ShardsOnCPU):
     # --- training ---------------------------------------------------------------------------------------------------
 
     def _begin(self, steps: int, released: int) -> None:
-        """Create or resume the engine, when model and optimizer are wrapped and loaded."""
         trainer: Any = self
         if self.engine is not None and self._resumed_from is None:
             raise EngineInUseError(
@@ -224,7 +223,6 @@ class _Private(ShardsOnCPU):
         return losses.mean(), outputs
 
     def _packed_loss(self, model: nn.Module, inputs: Mapping[str, Any], return_outputs: bool) -> Any:
-        """Return the mean of the documents' losses, over the largest number of documents."""
         config: Any = getattr(self.accelerator.unwrap_model(model), "config", None)  # type: ignore[attr-defined]
         if getattr(config, "is_encoder_decoder", False):
             raise ConfigurationError(
@@ -246,7 +244,6 @@ class _Private(ShardsOnCPU):
         return (loss, outputs) if return_outputs else loss
 
     def _loss_outside(self, model: nn.Module, inputs: Mapping[str, Any]) -> Callable[[Any, Tensor], Tensor] | None:
-        """Return a function from outputs and labels to losses [B] or their mean; None to keep the model's loss."""
         labels = inputs.get("labels")
         if not isinstance(labels, Tensor):
             return None
@@ -332,7 +329,6 @@ class _Begin(TrainerCallback):
 
 
 def _foreign_loss(cls: type) -> str | None:
-    """Return the name of a trainer below ours whose loss is neither known nor replaced."""
     if cls._training_loss is not _Private._training_loss:
         return None
     known = {"Trainer", "Seq2SeqTrainer", "SFTTrainer"}
@@ -375,7 +371,6 @@ def _accumulates_again(args: TrainingArguments) -> bool:
 
 
 def _neutral(args: TrainingArguments) -> TrainingArguments:
-    """Return a copy of `args` that stops the Trainer from changing gradients."""
     neutral = copy.copy(args)
     for name in ("packing", "eval_packing", "padding_free"):  # the engine packs; see packing_of
         if getattr(args, name, None) is not None:

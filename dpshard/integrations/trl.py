@@ -80,7 +80,7 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         return -F.logsigmoid(self.beta * (log_probs_B2[:, 0] - log_probs_B2[:, 1] - ratio_B))
 
     def _reference(self, rows: Mapping[str, Tensor], inputs: Mapping[str, Tensor]) -> Tensor:
-        """Log-probability [B] of chosen over rejected by the reference model."""
+        """Log-probability [B] of chosen over rejected."""
         if "ref_chosen_logps" in inputs:
             return inputs["ref_chosen_logps"] - inputs["ref_rejected_logps"]
         with torch.no_grad():
@@ -89,7 +89,6 @@ class PrivateDPOTrainer(_Private, DPOTrainer):
         return log_probs_B2[:, 0] - log_probs_B2[:, 1]
 
     def _of_base(self, rows: Mapping[str, Tensor]) -> Tensor:
-        """Log-probabilities [B, 2] without the adapters."""
         bare: Any = self.accelerator.unwrap_model(self.model)
         if "ref" in bare.peft_config:
             raise ConfigurationError(

@@ -14,13 +14,13 @@ from dpshard.errors import CheckpointError, ConfigurationError
 
 
 class WeightAverage:
-    """The exponential average of a model's trainable parameters, to score and to publish.
+    """The exponential average of a model's trainable parameters, to score and to publish, at no epsilon.
 
-    It costs no epsilon. The decay of update t is min(decay, (1 + t) / (10 + t)); see De et al. 2022, arXiv:2204.13650,
-    Sec. 3.2. Averages of half-precision weights are float32.
+    The decay of update t is min(decay, (1 + t) / (10 + t)); see De et al. 2022, arXiv:2204.13650, Sec. 3.2. Averages of
+    half-precision weights are float32.
 
     Args:
-        model: The model; under FSDP2, after `fully_shard`: each rank averages its own shards.
+        model: The model; under FSDP2, after `fully_shard`: each rank averages its shards.
         decay: In [0, 1).
 
     Raises:
@@ -80,5 +80,5 @@ class WeightAverage:
 
 
 def _wide(p: Tensor) -> Tensor:
-    """Return `p` in float32 if it has fewer bits, which cannot hold a small change."""
+    """Fewer bits cannot hold a small change."""
     return p.detach().to(torch.promote_types(p.dtype, torch.float32))

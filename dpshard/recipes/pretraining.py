@@ -28,21 +28,21 @@ class PretrainingRecipe:
     """
 
     steps: int = 20_000
-    """Optimizer steps of the run."""
+    """In optimizer steps."""
     warmup_steps: int = 7_500
     """Steps of linear warm-up; then the learning rate falls quadratically to 0."""
     first_batch: int = 262_144
-    """Expected logical batch of the first level, in samples."""
+    """Samples of the first level."""
     last_batch: int = 1_048_576
-    """Expected logical batch from the last level on."""
+    """Samples from the last level on."""
     levels: int = 5
-    """Number of equally spaced batch sizes. Five draw 14.1% fewer samples than the last size at every step."""
+    """Number of equally spaced sizes. Five draw 14.1% fewer samples than the last size throughout."""
     ramp_steps: int = 7_500
     """Steps of all levels together."""
     learning_rate: float = 6.0902e-4
     """At the end of warm-up."""
     betas: tuple[float, float] = (0.75, 0.9)
-    """Decay of Adam's first and second moment per step."""
+    """Decay of Adam's moments per step."""
     eps: float = 1e-11
     """Added to the root of the second moment; clipped gradients are thousandths, so 1e-8 is large."""
     weight_decay: float = 1.0
@@ -109,7 +109,7 @@ class SequenceRecipe:
     """
 
     steps: int = 100_000
-    """Optimizer steps of the run."""
+    """In optimizer steps."""
     batch_size: int = 517_989
     """Expected logical batch, in sequences."""
     noise_multiplier: float = 0.614

@@ -119,7 +119,7 @@ class ScaledAdam(Optimizer):
         return loss
 
     def _moved(self, u: Tensor, group: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the weight after this step, and the next scale before normalization."""
+        """Return the new weight, and the next scale before normalization."""
         state, (beta1, beta2) = self.state[u], group["betas"]
         if not state:
             state["step"] = torch.zeros(())

@@ -1,6 +1,6 @@
-"""Verifies, before and during training, that every sample has its own gradient.
+"""Verifies that every sample has its own gradient, before and during training.
 
-`verifier.py` decides when and by what. May import `interception` and below. Users call `engine.verify`.
+May import `interception` and below. Users call `engine.verify`.
 """
 
 from dpshard.verification.collation import verified_collation

@@ -1,4 +1,4 @@
-"""One call of a model, to repeat on chosen or changed samples from one state."""
+"""One call of a model, to repeat on other samples from one state."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def is_compared(x: Any) -> bool:
 
 
 def gathered(output: Any) -> Any:
-    """Return an output with DTensors gathered, with their graph."""
+    """Gather DTensors, with their graph."""
     if not any(map(is_placed, pytree.tree_leaves(output))):
         return output
     return pytree.tree_map(lambda x: x.full_tensor() if is_placed(x) else x, output)
@@ -101,14 +101,14 @@ class Bench:
         return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
-        """Return `values`, or None if forward refuses inputs, which may be invented."""
+        """Return `values`, or None if forward refuses invented inputs."""
         try:
             return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
         except RunFailedError:
             return None
 
     def leaves(self, samples: Sequence[int]) -> tuple[list[Any], dict[str, Tensor]]:
-        """Return the output's leaves, with their requires_grad, and the other kept tensors."""
+        """Return the output's leaves, and the other kept tensors."""
         output = self.plain(samples)
         kept = tensors_kept(self.replay.parameters.model, output, with_graph=True)
         return without_graph(output), {path: x.detach().clone() for path, x in kept.items()}

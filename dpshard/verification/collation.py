@@ -1,4 +1,4 @@
-"""Verify that a collate_fn's output for a sample does not depend on other samples.
+"""Verify that collate_fn treats samples separately.
 
 [Note: Other rows in a micro-batch]
 Half of the rows become copies of one sample; the other half must not change. Nothing is compared if generators end in
@@ -29,7 +29,7 @@ ROUNDING = 1e-4
 """Relative to the largest number of a row."""
 SPLITS = 2
 SEEDS = 24
-"""Random draws to confirm a fault: rows may swap draws by chance."""
+"""Draws to confirm a fault."""
 
 
 def verified_collation(
@@ -77,7 +77,7 @@ def verify_collation(
     call: int,
     rows_per_unit: int = 1,
 ) -> None:
-    """Require rows not to change when others do, nor to leave their unit."""
+    """Require rows to stay when others change, and to stay in their unit."""
 
     def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
         generators.restore(begin)
@@ -153,7 +153,6 @@ _CUTS = f"collate_fn cuts samples to the length of the shortest, {_PER_SAMPLE} O
 
 
 def _with_rows(data: Any, n: int) -> Iterator[Any]:
-    """Yield tensors, arrays and lists with one row per sample."""
     if isinstance(data, np.ndarray) and data.dtype != object:
         data = torch.as_tensor(data) if data.dtype.kind in "biufc" else data.tolist()
     if isinstance(data, Tensor):

@@ -2,8 +2,7 @@
 
 [Note: Leave one out, or half]
 Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum of losses of single samples is
-additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change their K at once, so a gather over ranks shows
-as well.
+additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, to show gathers.
 """
 
 from __future__ import annotations
@@ -39,10 +38,7 @@ def verify_company(
     *,
     both: bool,
 ) -> None:
-    """Require outputs and losses of some rows not to move with the inputs of others.
-
-    `shapes`: outputs for the chosen samples, and for the first of them. `both`: change each half in turn.
-    """
+    """`shapes`: outputs for the chosen samples, and for the first. `both`: change each half in turn."""
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
         return
@@ -84,10 +80,7 @@ def verify_company(
 
 
 def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
-    """Require outputs not to depend on the order of the rows.
-
-    Sorting may leave one order as it is. Turned, padding comes first and may use up a capacity.
-    """
+    """Sorting may leave one order as it is. Turned, padding comes first and may use up a capacity."""
     everyone = range(bench.run.batch_size)
     turned = bench.values_if_it_runs(everyone[::-1], run=bench.run)
     if turned is None:
@@ -157,7 +150,7 @@ _MIXES = (
 
 
 def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
-    """Require a change in both halves to be the sum of the changes in each."""
+    """Require the change in both halves to be the sum of those in each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -176,7 +169,7 @@ def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
 
 
 def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
-    """Require inputs of other ranks to move no value here; all ranks call it."""
+    """Require inputs of other ranks to move nothing here; all ranks call it."""
     if world_size == 1 or bench.run.rows < 2:
         return
     everyone = list(range(bench.run.batch_size))

@@ -1,4 +1,4 @@
-"""Compare gradients of samples together, by rules and anchors, with each sample's by plain autograd."""
+"""Compare gradients of samples together with each sample's by plain autograd."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def verify_gradients(
     """Require norms and clipped sums of the chosen samples together to be those of each alone.
 
     `outlier`: the sample with scaled inputs; its gradient rounds more. `magnified`: larger gradients trigger code that
-    clips those of activations. `both_orders`: sorting may leave one order as it is.
+    clips those of activations. `both_orders`: sorting may hide in one.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = bench.chosen, len(bench.chosen)
@@ -95,7 +95,7 @@ def verify_gradients(
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
     parts, of_samples = clipper.roots.parts, clipper.roots.parts is not None and clipper.roots.parts.of_samples
-    # Experts meet samples of all ranks, so each rank's samples have their turn.
+    # Experts meet samples of all ranks.
     turns = [float(rank == parts.rank) for rank in range(parts.size)] if parts is not None and of_samples else [1.0]
     tolerance = other_sizes(parameters, half=bench.half)
     for objective in objectives:
@@ -136,7 +136,6 @@ def _together(
 
 
 def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Taken | None:
-    """Return what `take` finds, or None if forward refuses this order."""
     try:
         return take(samples)
     except (RuntimeError, ValueError, IndexError) as error:
@@ -146,7 +145,7 @@ def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Tak
 
 
 def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
-    """Run backward to `parameters`; hooks and anchors take the gradients."""
+    """Hooks and anchors take the gradients."""
     if not parameters:
         return
     try:
@@ -164,7 +163,7 @@ def sketched_gradients(
     parts: Parts | None = None,
     inputs: Sequence[Tensor] = (),
 ) -> dict[str, Sketch]:
-    """Return sketched gradients by name, with one whole gradient in memory at a time; of DTensors, this rank's part."""
+    """Return sketches by name, with one whole gradient in memory at a time; of DTensors, this rank's part."""
     found: dict[str, Sketch] = {}
     several: dict[str, Tensor] = {}
 
@@ -195,7 +194,7 @@ def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return squared norms, by name, over the ranks with parts of the model; all call it with the same names."""
+    """Return squared norms over the ranks with parts of the model; all call it with the same names."""
     values = [(name, x) for some in squares for name, x in some.items()]
     if parts is None or not values:
         return list(squares)

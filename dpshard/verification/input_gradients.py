@@ -1,4 +1,4 @@
-"""Gradients of a stage's inputs, for the stage before: they must be of each sample alone."""
+"""Gradients of a stage's inputs, which must be of each sample alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = list[Tensor | None]
 
 
 class InputGradients:
-    """Takes the gradients of the inputs of `run` that require one."""
+    """Takes the gradients of inputs that require one."""
 
     def __init__(self, run: Run) -> None:
         self._places = [
@@ -50,7 +50,7 @@ class InputGradients:
         self._gradients[i] = gradient
 
     def take(self) -> Gradients:
-        """Return the gradients of the latest backward."""
+        """Return the latest gradients."""
         self.inputs = []
         return self._gradients
 

@@ -20,7 +20,7 @@ from dpshard.verification.objectives import Objective, sample_dim
 
 
 def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str, Tensor]:
-    """Return, by path, the tensors that the last forward left in attributes and returned objects."""
+    """Return, by path, the tensors in attributes and returned objects."""
     leaves = pytree.tree_leaves(output)
     returned = {id(x) for x in leaves if isinstance(x, Tensor)}
     with torch._C.DisableTorchFunction():
@@ -36,12 +36,12 @@ def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str
 
 
 def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: int) -> list[str]:
-    """Return the paths of tensors with rows of samples."""
+    """Return the paths of those with rows of samples."""
     return [path for path, x in together.items() if path in alone and sample_dim(x, alone[path], n) is not None]
 
 
 def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> list[str]:
-    """Return the paths of tensors without rows of samples that depend on them."""
+    """Return the paths of those that depend on samples, without rows."""
     return [
         path
         for path, x in together.items()
@@ -64,7 +64,7 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
 
 
 def named(path: str, error: VerificationError) -> VerificationError:
-    """Return the error for a kept statistic that is no loss of single samples."""
+    """Return the error for no loss of single samples."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
         f"it to the loss. To log it, keep detach() of it; drop a loss that balances or compares samples. {error}"

@@ -55,7 +55,6 @@ def verify_lengths(bench: Bench) -> None:
 
 
 def _sequences(run: Run) -> list[int]:
-    """Return the integer leaves [B, T] as long as the first."""
     found = [
         i
         for i, (x, dim) in enumerate(zip(run.leaves, run.dims, strict=True))
@@ -81,7 +80,7 @@ def _padding(run: Run, *, at_end: bool) -> Tensor:
 
 
 def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
-    """Return the run without its longest rows and their padding, its length, and the remaining rows."""
+    """Return the run, its length, and the remaining rows."""
     leaves = _sequences(run)
     if not leaves or run.rows < 2:
         return None

@@ -1,4 +1,4 @@
-"""The scalars to differentiate and compare: losses, and random directions of outputs."""
+"""The scalars to differentiate and compare."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Objective = Callable[[Any, Sequence[int]], Tensor]
 
 
 def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
-    """Return the objectives, given outputs for the samples `chosen` and for the first of them."""
+    """Return the objectives, given outputs for `chosen` and for the first of them."""
     n = len(chosen)
     leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
@@ -74,7 +74,7 @@ def sample_dim(together: Tensor, alone: Tensor, n: int) -> tuple[int, int] | Non
 
 
 def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[tuple[Tensor, int | None, int]]:
-    """Return, per output, a random gradient, the samples' dimension, and the rows of a sample."""
+    """Return, per output, a random gradient and its `sample_dim`."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for x, y in zip(together, alone, strict=True):
@@ -92,6 +92,6 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
 
 
 def without_graph(output: Any) -> list[Any]:
-    """Return the leaves of an output detached, with their requires_grad."""
+    """Return detached leaves, with their requires_grad."""
     leaves = pytree.tree_leaves(output)
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

@@ -1,8 +1,4 @@
-"""Compare packed units with each unit alone, in a row at its own positions; see [Note: Packed rows].
-
-The whole stream runs; a few units must have the gradients that they have alone. Other contents of some units may not
-move the outputs of others.
-"""
+"""Compare packed units with each unit alone, in a row at its own positions; see [Note: Packed rows]."""
 
 from __future__ import annotations
 
@@ -64,7 +60,7 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units, as many on every rank: the last one behind another in its row, and more."""
+    """Return up to n units: the last one behind another in its row, and more; as many on every rank."""
     units, n = _real(run), min(n, run.rows)
     behind = [unit for unit in units if run.packed.before(unit)]
     last = behind[-1] if behind else units[-1]
@@ -78,14 +74,13 @@ def _real(run: PackedRun) -> list[int]:
 
 
 def shuffled(x: Tensor, everything: Tensor) -> Tensor:
-    """Return a unit's numbers halved in another order, or ids of other tokens."""
+    """Return the numbers halved in another order, or other ids."""
     if x.is_floating_point() or x.is_complex():
         return x.roll(1, 0) / 2
     return _other_ids(x, everything[-len(x) :])
 
 
 def _other_ids(x: Tensor, others: Tensor) -> Tensor:
-    """Return the other ids, except for ignored labels."""
     return others if x.dtype == torch.bool else torch.where((x < 0) | (others < 0), x, others)
 
 
@@ -147,7 +142,7 @@ def _part(run: PackedRun, x: Tensor, place: str, unit: int) -> Tensor:
 
 
 def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) -> list[Objective]:
-    """Return the scalar losses, and a random direction of other outputs at the tokens of `chosen`."""
+    """Return the scalar losses, and a random direction at the tokens of `chosen`."""
     found: list[Objective] = []
     seeds: list[tuple[int, str, dict[int, Tensor]]] = []
     generator = torch.Generator().manual_seed(0)
@@ -184,7 +179,7 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
 
 
 def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
-    """Require norms and clipped sums of the chosen units to be those of each unit alone."""
+    """Require of `chosen` the norms and clipped sums of each unit alone."""
     run, chosen = bench.run, bench.chosen
     assert isinstance(run, PackedRun)
     U, (R, T) = run.packed.units, run.packed.shape

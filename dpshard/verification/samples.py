@@ -34,7 +34,7 @@ def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[
 
 
 def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
-    """Return features [rows, F] between 0 and 1 that distinguish rows."""
+    """Return features [rows, F] between 0 and 1."""
     columns = []
     targets = () if loss is None else loss.targets
     tensors = [(x, d) for x, d in zip(run.leaves, run.dims, strict=True) if d is not None] + [(t, 0) for t in targets]
@@ -52,7 +52,7 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
 
 
 def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), negated: Sequence[int] = ()) -> Run:
-    """Return the run with row source[i]'s inputs in row i; `outliers` are scaled, `negated` negated."""
+    """Return the run with row source[i]'s inputs in row i; `outliers` are scaled."""
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:

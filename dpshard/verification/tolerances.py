@@ -27,7 +27,7 @@ class Precision(TorchFunctionMode):
 
 
 def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
-    """Return the relative bound for two batch sizes; accelerators may use TF32."""
+    """Return the bound, relative, for two batch sizes; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
     if any(x.dtype == torch.float32 for x in tensors):
@@ -36,7 +36,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def one_size(x: Tensor, *, half: bool) -> float:
-    """Return the relative bound for one batch size, where rounding does not depend on other samples."""
+    """Return the bound, relative, for one batch size."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:
@@ -45,13 +45,13 @@ def one_size(x: Tensor, *, half: bool) -> float:
 
 
 def differ(x: Tensor, y: Tensor, *, half: bool) -> bool:
-    """Return True if two values of one batch size differ by more than rounding."""
+    """Return True if values differ by more than rounding."""
     x, y = x.reshape(1, -1), y.reshape(1, -1)
     return x.shape != y.shape or bool((moved(x, y) > one_size(x, half=half) * scale(x)).any())
 
 
 def row_bounds(x: Tensor, *, half: bool) -> Tensor:
-    """Return the bound per row of dimension 0, for one batch size; 0 for whole numbers."""
+    """Return the bound per row, for one batch size; 0 for whole numbers."""
     size = scale(x)
     if not x.is_floating_point():
         return 0 * size
@@ -59,12 +59,12 @@ def row_bounds(x: Tensor, *, half: bool) -> Tensor:
 
 
 def moved(x: Tensor, y: Tensor) -> Tensor:
-    """Return, per row of dimension 0, the largest difference; infinity if only one is finite."""
+    """Return, per row, the largest difference; infinity if only one is finite."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)
     return apart.reshape(len(x), -1).amax(1) if apart.numel() else apart.new_zeros(len(x))
 
 
 def scale(y: Tensor) -> Tensor:
-    """Return the largest finite number per row of dimension 0."""
+    """Return, per row, the largest finite number."""
     return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

@@ -1,7 +1,7 @@
 """Messages between ranks that verify together.
 
-Where forwards gather parameters, all ranks take part in each. Before each, and at the end, a rank says that all is
-well, so that a fault leaves nobody waiting.
+Where forwards gather parameters, all ranks take part in each. Each first says that all is well, so that a fault leaves
+nobody waiting.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dpshard.errors import VerificationError
 
 
 class Verdict:
-    """The decision to continue; `ranks` is None if this rank verifies by itself."""
+    """`ranks` is None if this rank verifies by itself."""
 
     def __init__(self, ranks: Communicator | None = None) -> None:
         self._ranks = ranks

@@ -113,7 +113,7 @@ class Verifier:
             self._owed = False
 
     def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
-        """Return the run with what is true of all ranks' rows, and True if new on any."""
+        """Return what is true of all ranks' rows, and True if new on any."""
         own = [len(run.packed.places), not run.packed.side_by_side, not new]
         rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
         if rows == 0:

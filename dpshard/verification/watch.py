@@ -165,7 +165,7 @@ class Watch:
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        # Most dicts are empty, and counting is cheaper than reading.
+        # Most are empty, and counting is cheaper.
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
@@ -176,7 +176,7 @@ class Watch:
         return longer or first_other
 
     def _has_character(self, run: Run) -> bool:
-        """Return True for new combinations of negative (ignored labels) and too large integers."""
+        """Return True for new signs of integers (ignored labels), or indices beyond a length."""
         lengths = {x.shape[1] for x, dim in run.carrying() if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))

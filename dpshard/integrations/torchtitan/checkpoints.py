@@ -16,7 +16,7 @@ from dpshard.errors import CheckpointError
 
 
 class EngineState:
-    """The engine as one more state of torchtitan's checkpoints, with a journal of releases beside them."""
+    """The engine's state in torchtitan's checkpoints, with a journal beside them."""
 
     def __init__(self, engine: PrivacyEngine, folder: Path) -> None:
         self._engine = engine
@@ -28,7 +28,7 @@ class EngineState:
         engine.internals.note_releases(self._note)
 
     def warn_of_earlier_starts(self) -> None:
-        """Warn if the journal has releases that a run from step 0 does not count."""
+        """Warn of releases in the journal that a run from step 0 does not count."""
         if self._noted.entries and self._engine.step == 0:
             logger.warning(
                 "%s has %d releases of earlier starts, of which there is no checkpoint. This run does not count them.",

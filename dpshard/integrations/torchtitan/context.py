@@ -13,14 +13,14 @@ from dpshard.losses import sample_losses
 
 
 class DocumentParts:
-    """The ranks of `mesh`, which divide documents as torchtitan's `balancer` says."""
+    """The ranks of `mesh`, which divide documents by torchtitan's `balancer`."""
 
     def __init__(self, mesh: Any, balancer: str | None) -> None:
         self._mesh, self._balancer = mesh, balancer
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the engine: every rank holds the parameters, and a term of their gradients."""
+        """Settings of the engine."""
         return {"model_parallel_group": self._mesh.get_group(), "model_parallel_parts": {"*": "sum"}}
 
     def own(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -61,7 +61,7 @@ class Documents(BaseDataLoader):
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 
     def __iter__(self) -> Iterator[Any]:
-        """Refuse: only the engine decides which documents are trained on."""
+        """Refuse: the engine draws."""
         raise ConfigurationError("The engine draws documents: leave the order to engine.batches.")
 
     def state_dict(self) -> dict[str, Any]:

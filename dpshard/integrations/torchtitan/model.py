@@ -1,4 +1,4 @@
-"""Changes to a torchtitan model before it is parallelized, so that the engine sees its functions."""
+"""Changes to a torchtitan model before it is parallelized."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MASKED = (FlexAttention.Config, VarlenAttention.Config)
 
 
 class _Table(Embedding):
-    """torchtitan's table of tokens, whose parts DTensor adds up, not torchtitan on plain tensors."""
+    """torchtitan's table of tokens, whose parts DTensor adds up."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
@@ -44,7 +44,7 @@ class _Table(Embedding):
 
 
 def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
-    """Return a ModelSpec whose model the engine can see through, and whose schedules train with `losses`."""
+    """Return a ModelSpec that the engine can see through, and whose schedules train with `losses`."""
     table = spec.model.tok_embeddings
     spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
     after_optimizer = spec.post_optimizer_build_fn
@@ -88,7 +88,7 @@ def _leave_uncounted(mixture: Any) -> None:
 
 @composite(deterministic_scatter_add._opoverload)
 def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
-    """Do what torchtitan's operator does, by a function with a rule."""
+    """Replace torchtitan's operator by a function with a rule."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(True)
     try:
@@ -98,7 +98,7 @@ def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _mask_within(model: Any) -> None:
-    """Make the masks in forward, which the engine also runs on some rows."""
+    """Make masks in forward, which the engine also runs on some rows."""
     forward, masks = model.forward, _without_modes(model.get_attention_masks)
 
     def with_masks(tokens: Tensor, positions: Tensor, attention_masks: Any = None) -> Any:
@@ -108,10 +108,7 @@ def _mask_within(model: Any) -> None:
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function without parameters that does not see the engine's mode.
-
-    torch.compile would guard on all that the mode holds, parameters too.
-    """
+    """Hide the engine's mode: torch.compile would guard on all that it holds, parameters too."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a part of a larger region

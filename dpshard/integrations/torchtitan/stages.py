@@ -1,4 +1,4 @@
-"""Pipelines: each rank has a stage of the model, and a schedule runs parts of micro-batches through it."""
+"""Pipelines: each rank has a stage of the model."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpshard.losses import sample_losses
 
 
 class DocumentLosses:
-    """The loss of a part of a micro-batch: the mean over its documents, whose losses it keeps for the log."""
+    """Loss of a part of a micro-batch: the mean over its documents, whose losses it keeps."""
 
     def __init__(self) -> None:
         self._parts: list[Tensor] = []
@@ -23,10 +23,7 @@ class DocumentLosses:
         return losses_B.mean(), None
 
     def take(self, rows: int) -> Tensor:
-        """Return the losses of the last `rows` documents, and forget all.
-
-        Before its first step a schedule also calls the loss, to learn what stages send.
-        """
+        """Return the losses of the last `rows` documents; before its first step a schedule also calls the loss."""
         parts, self._parts = self._parts, []
         return torch.cat(parts)[-rows:]
 
@@ -41,7 +38,7 @@ class PipelinedDocuments:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the engine: no other rank of the pipeline holds a stage's parameters."""
+        """Settings of the engine."""
         return {"model_parallel_group": self.mesh.get_group(), "model_parallel_parts": {"*": "stage"}}
 
     def train(self, batch: dict[str, Tensor]) -> Tensor | None:

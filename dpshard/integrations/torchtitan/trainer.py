@@ -117,7 +117,6 @@ class PrivateTrainer(Trainer):
             self._log(float(norm), rates)
 
     def _train_on(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Run forward and backward; return the losses for the log, in a pipeline on the last stage."""
         if self._stages is not None:
             return self._stages.train(batch)
         losses_B = self._losses(batch)
@@ -125,7 +124,7 @@ class PrivateTrainer(Trainer):
         return losses_B if self._parts is None else self._parts.whole(losses_B)
 
     def _losses(self, batch: dict[str, Tensor]) -> Tensor:
-        """Return the mean loss of every document, [B], this rank's terms, or [units] of packed rows."""
+        """Return losses of documents [B], this rank's terms, or [units] of packed rows."""
         targets = batch["targets"]
         if self._parts is not None:
             batch = self._parts.own(batch)

@@ -29,7 +29,7 @@ def FSDP2Wrapper(
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield modules with parameters of their own; attention uses those of its parts, so it stays whole."""
+    """Attention uses parameters of its parts, so it stays whole."""
     if any(True for _ in module.parameters(recurse=False)):
         yield module
     if not isinstance(module, nn.MultiheadAttention):
