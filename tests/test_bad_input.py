@@ -243,7 +243,7 @@ def test_a_sealed_state_of_nonsense_is_refused(part, value):
 
     engine = engine_on(mlp())
     state = {**engine.state_dict(), part: value}
-    state["digest"] = engine_state._digest({key: x for key, x in state.items() if key != "digest"})
+    state["digest"] = engine_state.digest_of({key: x for key, x in state.items() if key != "digest"})
     before = engine.state_dict()
     with pytest.raises(CheckpointError):
         engine.load_state_dict(state)

@@ -43,13 +43,9 @@ def pack(
 ) -> dict[str, Any]:
     """Return `Unpacked` and the mechanism as plain JSON with a digest."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
-    if thresholds is not None:
-        state["thresholds"] = thresholds
-    if noise is not None:
-        state["noise"] = noise
-    if order is not None:
-        state["order"] = order
-    return {**state, "digest": _digest(state)}
+    optional = {"thresholds": thresholds, "noise": noise, "order": order}
+    state |= {name: value for name, value in optional.items() if value is not None}
+    return {**state, "digest": digest_of(state)}
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
@@ -61,7 +57,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
                 f"The checkpoint has format {state['format']!r}, this version of dpshard reads format {FORMAT}. Use "
                 f"the version that wrote it."
             )
-        sound = state["digest"] == _digest(body)
+        sound = state["digest"] == digest_of(body)
         secret, saved, facts = bytes.fromhex(state["secret"]), dict(state["mechanism"]), dict(state["facts"])
         account = {"ledger": state["ledger"], "history": state["history"]}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -99,7 +95,8 @@ def _plain(mechanism: Mechanism) -> dict[str, Any]:
     return plain
 
 
-def _digest(body: dict[str, Any]) -> str:
+def digest_of(body: dict[str, Any]) -> str:
+    """Return the SHA-256, in hex, of plain values."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dpshard.checkpoint.disk import flush
+from dpshard.checkpoint.engine_state import digest_of
 from dpshard.errors import CheckpointError
 
 FORMAT = 2
@@ -57,7 +58,7 @@ class CheckpointFolder:
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
         descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-            json.dump({**body, "digest": _manifest_digest(body)}, file, indent=1)
+            json.dump({**body, "digest": digest_of(body)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())
         flush(partial)
@@ -80,7 +81,7 @@ class CheckpointFolder:
         try:
             manifest = json.loads(path.read_text("utf-8"))
             body = {key: value for key, value in manifest.items() if key != "digest"}
-            if manifest["digest"] != _manifest_digest(body) or manifest["step"] != step:
+            if manifest["digest"] != digest_of(body) or manifest["step"] != step:
                 raise CheckpointError(f"{path} is damaged: its digest does not match.")
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{path.parent} is not a checkpoint of dpshard, or is damaged: {error!r}.") from error
@@ -109,7 +110,3 @@ def digest(path: Path) -> tuple[int, str]:
     """Return size and SHA-256 of a file."""
     with path.open("rb") as file:
         return path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _manifest_digest(body: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

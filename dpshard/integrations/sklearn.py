@@ -97,7 +97,8 @@ class _PrivateEstimator(BaseEstimator):
         units = None if groups is None else _units(groups, len(frame))
         samples = len(frame) if units is None else 1 + int(units.max())
         given = (self.batch_size, self.steps, self.target_delta)
-        advice = self._advice(samples) if None in given else None
+        asked = {"sample_size": samples, "target_epsilon": self.target_epsilon, "target_delta": self.target_delta}
+        advice = advise(**asked) if None in given else None
         delta = advice.target_delta if advice and self.target_delta is None else self.target_delta
         encoder = Encoder.of(frame, self._given(frame))
         cells_ND = encoder.unbounded_cells(frame)
@@ -132,9 +133,6 @@ class _PrivateEstimator(BaseEstimator):
     def _balances(self) -> bool:
         return getattr(self, "class_weight", None) == "balanced"
 
-    def _advice(self, samples: int) -> Advice:
-        return advise(sample_size=samples, target_epsilon=self.target_epsilon, target_delta=self.target_delta)
-
     def _network(self, features: int, numbers: int, objective: Objective) -> nn.Module:
         if isinstance(self.model, nn.Module):
             return copy.deepcopy(self.model)
@@ -153,7 +151,8 @@ class _PrivateEstimator(BaseEstimator):
             target_epsilon=self.target_epsilon,
             target_delta=delta,
             max_grad_norm=self.max_grad_norm,
-            clipping_fn=_clipping_of(self.objective_),
+            # See [Note: Weights and clipping] in objectives.py.
+            clipping_fn="automatic" if getattr(self.objective_, "weights", None) is None else "abadi",
             rows_per_unit=K,
             earlier=earlier,
         )
@@ -181,11 +180,6 @@ class _PrivateEstimator(BaseEstimator):
         check_is_fitted(self, "epsilon_")
         with torch.no_grad():
             return self.model_(self.encoder_.encode(self._frame(X, reset=False)))
-
-
-def _clipping_of(objective: Objective) -> Literal["automatic", "abadi"]:
-    """See [Note: Weights and clipping] in objectives.py."""
-    return "abadi" if isinstance(objective, Classes) and objective.weights is not None else "automatic"
 
 
 LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}

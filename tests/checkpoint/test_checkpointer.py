@@ -339,7 +339,7 @@ def reseal(path: Path) -> None:
     manifest = json.loads((path / "manifest.json").read_text())
     body = {key: value for key, value in manifest.items() if key != "digest"}
     body["files"] = {name: folders.digest(path / name) for name in body["files"]}
-    (path / "manifest.json").write_text(json.dumps({**body, "digest": folders._manifest_digest(body)}))
+    (path / "manifest.json").write_text(json.dumps({**body, "digest": folders.digest_of(body)}))
 
 
 def test_a_checkpoint_cannot_bring_code(folder, tmp_path, monkeypatch):

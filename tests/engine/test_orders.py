@@ -304,7 +304,7 @@ def test_a_state_without_participation_is_refused():
     from dpshard import checkpoint
 
     state = {k: v for k, v in engine.state_dict().items() if k not in ("order", "digest")}
-    state["digest"] = checkpoint.engine_state._digest(state)
+    state["digest"] = checkpoint.engine_state.digest_of(state)
     with pytest.raises(CheckpointError, match="which samples took part"):
         make("fixed-order").load_state_dict(state)
 
