@@ -101,7 +101,7 @@ class InterceptionMode(TorchFunctionMode):
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
-        """Return an error."""
+        """Return the error for parameters in a function."""
         return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -112,7 +112,7 @@ class PackedRun(Run):
         return self.original(*args, **kwargs)
 
     def carrying(self) -> list[tuple[Tensor, int]]:
-        """Return nothing."""
+        """Return nothing: no input has a dimension of units."""
         return []
 
     @property

@@ -10,7 +10,7 @@ from dpshard.interception.rows.fingerprints import MANY, Rows
 CONTINUOUS = 3
 """Fewest fractional numbers in a row that does not match by chance."""
 NARROW = 8
-"""Compared first."""
+"""Elements of a row that are compared first."""
 
 
 def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
