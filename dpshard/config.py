@@ -13,7 +13,7 @@ from typing import Any, Literal, get_args, overload
 from dpshard.errors import ConfigurationError
 
 BatchSize = int | Sequence[tuple[int, int]] | Callable[[int], int]
-"""A fixed expected batch size, phases `[(batch_size, steps), ...]`, or a callable of the step (from 0)."""
+"""Fixed, phases `[(batch_size, steps), ...]`, or a callable of the step from 0."""
 
 ClippingStyle = Literal["all-layer", "layer-wise", "block-wise", "param-wise"]
 LossReduction = Literal["mean", "sum"]
@@ -113,7 +113,7 @@ class BatchSchedule:
 
 
 def steps_of_epoch(sample_size: int, batch_size: int) -> int:
-    """Return the steps T of an epoch of "balls-in-bins"; the expected batch is sample_size / T."""
+    """Return the steps of an epoch of "balls-in-bins"."""
     return max(1, round(sample_size / batch_size))
 
 
@@ -187,7 +187,7 @@ arXiv:2205.10683: "mixed-ghost". Bu et al. 2023, arXiv:2210.00038: "bk...".
 
 
 def parse_clipping_mode(mode: str, *, offload_records: OffloadRecords = False) -> Execution:
-    """Return the execution named `mode`; ConfigurationError if unknown, or without records to offload."""
+    """Return the execution named `mode`; ConfigurationError without records to offload."""
     if not isinstance(mode, str) or mode not in CLIPPING_MODES:
         raise ConfigurationError(f"clipping_mode={mode!r} is unknown; choose one of {sorted(CLIPPING_MODES)}.")
     execution = CLIPPING_MODES[mode]

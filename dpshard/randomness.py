@@ -114,7 +114,7 @@ class RandomSource:
 
 
 def first_bytes(keys: Sequence[bytes], sizes: Iterable[int]) -> list[bytes]:
-    """Return the first bytes of the stream under each of `keys`, at least `sizes`, up to 2 MiB."""
+    """Return the first bytes of each key's stream, at least `sizes`, up to 2 MiB."""
     from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
     # Such an object is made five times as fast as a stream; the tag follows.

@@ -122,7 +122,7 @@ class Checkpointer:
         return self._folder.of(step)
 
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Raises CheckpointError if it could not be written."""
+        """Wait for the last checkpoint. Raises CheckpointError if it could not be written."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.result()

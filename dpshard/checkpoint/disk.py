@@ -26,7 +26,7 @@ def flush(folder: Path) -> None:
 
 
 def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Return `work` with an OSError as a CheckpointError, at `place` if it names no path."""
+    """Return `work` with OSErrors as CheckpointErrors."""
 
     def run() -> T:
         try:

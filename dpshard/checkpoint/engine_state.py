@@ -49,7 +49,7 @@ def pack(
 
 
 def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
-    """Return the content of a state; CheckpointError if damaged or of another mechanism."""
+    """Return the content of a state; CheckpointError if damaged or foreign."""
     try:
         body = {key: value for key, value in state.items() if key != "digest"}
         if state["format"] != FORMAT:

@@ -116,7 +116,7 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """Return a keyed digest of shapes and some rows of tensors in memory, or of a Subset's indices."""
+    """Return a keyed digest of some rows in memory, or of a Subset's indices."""
     if isinstance(dataset, IterableDataset):
         return None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)

@@ -53,7 +53,7 @@ class CheckpointFolder:
         return partial
 
     def publish(self, step: int, digests: Digests, facts: dict[str, Any], *, keep: int) -> None:
-        """Complete the checkpoint of `step`; remove all but the newest `keep` up to it."""
+        """Complete the checkpoint; remove older ones except the newest `keep`."""
         partial, place = self._partial(step), self.of(step)
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
         descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
@@ -76,7 +76,7 @@ class CheckpointFolder:
             shutil.rmtree(self._partial(old))
 
     def manifest(self, step: int) -> dict[str, Any]:
-        """Return the manifest of a complete checkpoint; CheckpointError if damaged."""
+        """Return a manifest; CheckpointError if damaged."""
         path = self.of(step) / MANIFEST
         try:
             manifest = json.loads(path.read_text("utf-8"))

@@ -17,7 +17,7 @@ class ReleaseNotes:
         self._ranks = Ranks()  # of its own, since a thread may save by others
 
     def note(self, step: int, identity: bytes) -> Callable[[], object]:
-        """Note a release on the first rank; return a wait of all ranks for the disk. Both raise CheckpointError."""
+        """Note a release on the first rank; return a wait for the disk. Both raise CheckpointError."""
         if not self._ranks.first:
             return lambda: self._ranks.on_first(lambda: None)
         written = explained(self._journal.path, lambda: self._journal.note(step, identity))()

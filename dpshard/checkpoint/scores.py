@@ -77,7 +77,7 @@ class PrivateScores:
         return max(self._scores, key=self._scores.__getitem__, default=None)
 
     def earlier(self, sample_size: int) -> Counts:
-        """Return what all scores cost a person who also has one of the `sample_size` training samples."""
+        """Return what all scores cost a person with one of `sample_size` training samples."""
         return ((replace(self._release, sample_size=sample_size), 1),)
 
     def score(self, step: int, right: int) -> float:

@@ -32,7 +32,7 @@ State = dict[str, Any]
 
 
 def pack(value: Any) -> bytes:
-    """Return plain values and ordinary tensors as bytes; CheckpointError for others."""
+    """Return values as bytes; CheckpointError if unsafe to read back."""
     stream = io.BytesIO()
     torch.save(value, stream)
     unpack(stream.getvalue())

@@ -43,7 +43,7 @@ def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> 
 
 
 def require_supported(accelerator: Accelerator) -> None:
-    """Raise ConfigurationError unless `accelerator` leaves gradients and samples as they are."""
+    """Raise ConfigurationError unless gradients and samples stay as they are."""
     if accelerator.gradient_accumulation_steps != 1:
         raise ConfigurationError(
             f"Accelerator(gradient_accumulation_steps={accelerator.gradient_accumulation_steps}) divides losses before "
@@ -68,7 +68,7 @@ def require_supported(accelerator: Accelerator) -> None:
 
 
 def shard_on_cpu(accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin) -> None:
-    """Shard by `plugin` on several CPU processes, where accelerate would use DDP."""
+    """Shard on several CPU processes, where accelerate would use DDP."""
     if accelerator.distributed_type is not DistributedType.MULTI_CPU:
         return
     state = accelerator.state

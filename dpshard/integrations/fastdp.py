@@ -107,7 +107,7 @@ class PrivacyEngine(core.PrivacyEngine):
         optimizer.__dict__.update(privacy_engine=self, **methods)
 
     def privatize(self) -> None:
-        """Make gradients private; those of a sum loss are not divided by the batch size, as in fastDP."""
+        """Make gradients private; as in fastDP, a sum loss is not divided."""
         released = self.step
         super().privatize()
         if self.step > released and self.mechanism.loss_reduction == "sum":

@@ -59,7 +59,7 @@ class PrivateTraining(L.Callback):
     # --- the fit ----------------------------------------------------------------------------------------------------
 
     def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        """Create or resume the engine; make the module loop over micro-batches."""
+        """Create or resume the engine."""
         _require_supported(trainer, pl_module)
         if self.engine is not None and self._loaded is None:
             raise EngineInUseError(
@@ -120,7 +120,7 @@ class PrivateTraining(L.Callback):
         return output
 
     def on_before_optimizer_step(self, trainer: L.Trainer, pl_module: L.LightningModule, optimizer: Any) -> None:
-        """Release the logical batch, even if training_step returned no loss."""
+        """Release the logical batch, also without a loss."""
         assert self.engine is not None
         self._running = None
         self.engine.privatize()
@@ -146,7 +146,7 @@ class PrivateTraining(L.Callback):
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of engine and generators; guard the run secret in it like the data."""
+        """Return the states of engine (guard it like the data) and generators."""
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -37,7 +37,7 @@ def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | N
 
 
 def refuse_packed(dataset: Any) -> None:
-    """Raise ConfigurationError for rows that TRL has packed: a document may be in several."""
+    """Raise ConfigurationError if TRL has packed the rows: a document may be in several."""
     if "seq_lengths" in (getattr(dataset, "column_names", None) or ()):
         raise ConfigurationError(
             "The data set has the column seq_lengths, so its rows were packed from documents: a document in several "
@@ -47,7 +47,7 @@ def refuse_packed(dataset: Any) -> None:
 
 
 class Documents(Dataset):
-    """The documents of a data set, each collated alone: ids [T_i], and all else with T_i values."""
+    """Documents, each collated alone: ids [T_i], and all else with T_i values."""
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset, self._collate_fn = dataset, collate_fn

@@ -1,4 +1,4 @@
-"""scikit-learn: private estimators of classes and of numbers in tables."""
+"""scikit-learn: private estimators for tables."""
 
 from __future__ import annotations
 

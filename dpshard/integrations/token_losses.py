@@ -18,7 +18,7 @@ OWN_LOSS = (
 
 
 def uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with all tokens of the first sample ignored, except one: a mean over all tokens then shows."""
+    """Return `labels` with one token in the first sample, so that a mean over tokens shows."""
     if labels.dim() < 2 or labels.is_floating_point():
         return labels
     uneven = labels.clone()
@@ -28,7 +28,7 @@ def uneven(labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
-    """Return the cross-entropy [B] for `labels` [B, T] of the same positions, or with `shift` of the next ones."""
+    """Return the cross-entropy [B] for `labels` [B, T], with `shift` of the next positions."""
     logits = logits_of(outputs, labels)
     return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
 

@@ -30,13 +30,13 @@ class PretrainingRecipe:
     steps: int = 20_000
     """In optimizer steps."""
     warmup_steps: int = 7_500
-    """Steps of linear warm-up; then the learning rate falls quadratically to 0."""
+    """Linear; then the learning rate falls quadratically to 0."""
     first_batch: int = 262_144
     """Samples of the first level."""
     last_batch: int = 1_048_576
     """Samples from the last level on."""
     levels: int = 5
-    """Number of equally spaced sizes. Five draw 14.1% fewer samples than the last size throughout."""
+    """Equally spaced sizes. Five draw 14.1% fewer samples than the last size throughout."""
     ramp_steps: int = 7_500
     """Steps of all levels together."""
     learning_rate: float = 6.0902e-4
@@ -44,14 +44,14 @@ class PretrainingRecipe:
     betas: tuple[float, float] = (0.75, 0.9)
     """Decay of Adam's moments per step."""
     eps: float = 1e-11
-    """Added to the root of the second moment; clipped gradients are thousandths, so 1e-8 is large."""
+    """Added to the root of the second moment; clipped gradients are thousandths."""
     weight_decay: float = 1.0
     """Each step multiplies weights by 1 - learning rate * lambda (decoupled)."""
     max_grad_norm: float = 3.2429e-3
     """Clipping norm C. Nearly every gradient exceeds it."""
 
     def engine_settings(self) -> dict[str, Any]:
-        """Return batch schedule, clipping norm and clipping function for `PrivacyEngine`."""
+        """Return settings for `PrivacyEngine`."""
         phases = stepped_batches(
             self.first_batch, self.last_batch, levels=self.levels, ramp_steps=self.ramp_steps, steps=self.steps
         )
@@ -60,7 +60,7 @@ class PretrainingRecipe:
     def optimizer(
         self, parameters: Iterable[nn.Parameter], *, noise_std: Callable[[], float] | None = None
     ) -> Optimizer:
-        """Return Adam with decoupled weight decay; with `noise_std`, an AdamBC."""
+        """Return AdamW, or with `noise_std` AdamBC."""
         settings: dict[str, Any] = {
             "lr": self.learning_rate,
             "betas": self.betas,
@@ -117,7 +117,7 @@ class SequenceRecipe:
     sequence_length: int = 1_024
     """Tokens of a sequence."""
     sample_size: int = 9_090_909_090
-    """Sequences of the data set: 1 / delta, because the number is not published."""
+    """1 / delta, because the number is not published."""
     target_delta: float = 1.1e-10
 
     def engine_settings(self, *, truncated: bool = False) -> dict[str, Any]:

@@ -87,7 +87,7 @@ class Bench:
     def values(
         self, samples: Sequence[int], *, run: Run | None = None, loss: Loss | None = None, rewind: bool = True
     ) -> list[Tensor]:
-        """Return the output and the user's loss for some samples, without a graph."""
+        """Return the output and the user's loss, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
             found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]

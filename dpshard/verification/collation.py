@@ -35,7 +35,7 @@ SEEDS = 24
 def verified_collation(
     collate_fn: Callable[[list[Any]], Any] | None, rows_per_unit: int = 1
 ) -> Callable[[list[Any]], Any] | None:
-    """Return `collate_fn` with verification, unless it is None or torch's own."""
+    """Return a verified `collate_fn`, except torch's own."""
     return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn, rows_per_unit)
 
 
@@ -209,7 +209,7 @@ def _sorted(expected: list[Any], found: list[Any], kept: int) -> bool:
 
 
 def _rest(x: Any, y: Any, kept: list[int]) -> bool | None:
-    """Return True if the longer one adds more than padding; None if the common part differs."""
+    """Return True if the longer one adds more than padding; None if the common parts differ."""
     if _shape(x) == _shape(y):
         return False if _alike([x], [y], kept) else None
     if not isinstance(x, Tensor) or not isinstance(y, Tensor) or x.dtype != y.dtype or x.dim() != y.dim():

@@ -140,7 +140,7 @@ def _verify_choices(x: Tensor, y: Tensor) -> None:
 
 
 TIES = 1e-4
-"""Share of whole numbers that may differ: rounding decides ties of experts."""
+"""Share of whole numbers that rounding may change."""
 _MIXES = (
     "the model mixes the samples of a micro-batch, also under detach() or no_grad() (it subtracts or divides by a mean "
     "or maximum over the batch; mixup; samples share a capacity, or one scale of quantisation), or those of several "

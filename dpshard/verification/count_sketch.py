@@ -13,7 +13,7 @@ from dpshard.records import as_real
 WIDTHS = (4093, 4091, 4079)
 """The first that does not divide the number of elements; primes spread matrix columns."""
 _ROWS = 256
-"""Sketches' worth of a gradient in float64 at a time."""
+"""Sketches' worth of a gradient at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class Sketch:
 
     @classmethod
     def of(cls, gradient: Tensor) -> Sketch:
-        """Return the sketch; equal shapes on one device have equal signs and places."""
+        """Return the sketch; equal shapes on one device share signs and places."""
         flat = as_real(gradient.detach()).reshape(-1)
         if len(flat) <= WIDTHS[0]:
             flat = flat.to("cpu", torch.float64, copy=True)

@@ -38,7 +38,7 @@ class Differentiated(Protocol):
     parameters: dict[str, nn.Parameter]
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the tensors that forwards use of a parameter; its gradient is their sum."""
+        """Return the tensors that forwards use; the gradient is their sum."""
         ...
 
 
@@ -163,7 +163,7 @@ def sketched_gradients(
     parts: Parts | None = None,
     inputs: Sequence[Tensor] = (),
 ) -> dict[str, Sketch]:
-    """Return sketches by name, with one whole gradient in memory at a time; of DTensors, this rank's part."""
+    """Return sketches by name, with one whole gradient in memory; of DTensors, this rank's part."""
     found: dict[str, Sketch] = {}
     several: dict[str, Tensor] = {}
 

@@ -41,7 +41,7 @@ def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: in
 
 
 def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> list[str]:
-    """Return the paths of those that depend on samples, without rows."""
+    """Return the paths of those without rows that depend on samples."""
     return [
         path
         for path, x in together.items()

@@ -20,7 +20,7 @@ from dpshard.verification.tolerances import moved, other_sizes, scale
 
 
 def verify_lengths(bench: Bench) -> None:
-    """Require outputs not to change when the longest rows no longer pad the others."""
+    """Require outputs not to depend on the longest rows."""
     for at_end in (True, False):
         found = _without_longest(bench.run, at_end=at_end)
         if found is None:

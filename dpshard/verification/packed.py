@@ -60,7 +60,7 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units: the last one behind another in its row, and more; as many on every rank."""
+    """Return up to n units, as many on every rank; one of them behind another in its row."""
     units, n = _real(run), min(n, run.rows)
     behind = [unit for unit in units if run.packed.before(unit)]
     last = behind[-1] if behind else units[-1]
@@ -93,7 +93,7 @@ def verify_packed(
     *,
     thorough: bool,
 ) -> None:
-    """Require of the chosen units the gradients that they have alone, in any company."""
+    """Require the gradients of the chosen units alone, in any company."""
     run, chosen = bench.run, bench.chosen
     assert isinstance(run, PackedRun)
     _refuse_objects(run)

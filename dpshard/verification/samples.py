@@ -20,7 +20,7 @@ OUTLIER = 1e3
 
 
 def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[int]:
-    """Return up to n rows, from `start` on, that differ in labels, lengths and sizes."""
+    """Return up to n different rows, from `start` on."""
     n = min(n, run.rows)
     if n == run.rows:
         return list(range(n))

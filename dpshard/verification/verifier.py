@@ -48,7 +48,7 @@ _BEGAN_SHORT = (
 )
 
 Moment = tuple[int, int | None, int]
-"""Step, number of the micro-batch (None in a user's own loop), of micro-batches."""
+"""Step, number of the micro-batch (None in a user's own loop), and of all."""
 
 
 class Verifier:

@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value, parts_of
 
 MOST_NEWS = 8
-"""Verifications for changes of one attribute before the limit applies."""
+"""Verifications per attribute before the limit."""
 _MOST_ITEMS = 256
 """Of a longer collection only the length is watched."""
 _MOST_HELD = 2_000
@@ -176,7 +176,7 @@ class Watch:
         return longer or first_other
 
     def _has_character(self, run: Run) -> bool:
-        """Return True for new signs of integers (ignored labels), or indices beyond a length."""
+        """Return True for new signs of integers, or indices beyond a length."""
         lengths = {x.shape[1] for x, dim in run.carrying() if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))

@@ -100,19 +100,19 @@ class DPDataLoader:
 
 
 def expected_batch_size(loader: DataLoader[Any]) -> int:
-    """Return the size by which Opacus divides: int(N * q) with q = 1 / len(loader)."""
+    """Return the size by which Opacus divides."""
     return max(1, len(loader.dataset) // len(loader))  # type: ignore[arg-type]
 
 
 def steps_of_round(loader: DataLoader[Any], batch_size: int, sampling: SamplingName) -> int:
-    """Return the logical batches of a round: an epoch of balls-in-bins, else as many as `loader` has."""
+    """Return the logical batches of an epoch of balls-in-bins, else of `loader`."""
     if sampling == "poisson":
         return len(loader)
     return steps_of_epoch(len(loader.dataset), batch_size)  # type: ignore[arg-type]
 
 
 def original_loader(loader: DataLoader[Any] | DPDataLoader) -> DataLoader[Any]:
-    """Return the user's DataLoader; ConfigurationError for samplers and options that would be lost."""
+    """Return the user's DataLoader; ConfigurationError for options that would be lost."""
     if isinstance(loader, DPDataLoader):
         return loader.original
     if not isinstance(loader, DataLoader):

@@ -1,4 +1,4 @@
-"""A Lightning data module whose training batches the engine draws."""
+"""A Lightning data module for private training."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dpshard.integrations.opacus.data_loader import DPDataLoader
 
 
 def DPLightningDataModule(datamodule: Any) -> Any:
-    """Return a copy of `datamodule` whose train loader `make_private` completes, in `configure_optimizers`."""
+    """Return a copy whose train loader `make_private` completes, in `configure_optimizers`."""
     private = copy.copy(datamodule)
     made: list[DPDataLoader] = []
 

@@ -54,11 +54,11 @@ class DPOptimizer(Optimizer):
         return self.engine.mechanism.schedule[0]
 
     def attach_step_hook(self, fn: Callable[[DPOptimizer], None]) -> None:
-        """Call `fn(optimizer)` after the noise is added, before each step."""
+        """Call `fn(optimizer)` after the noise, before each step."""
         self._step_hook = fn
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step if the logical batch is complete; otherwise keep its clipped sums."""
+        """Step if the logical batch is complete."""
         value = None
         if closure is not None:
             with torch.enable_grad():

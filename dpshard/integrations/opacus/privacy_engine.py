@@ -198,7 +198,7 @@ class PrivacyEngine:
         optimizer: Optimizer | None = None,
         checkpoint_dict: dict[str, Any] | None = None,
     ) -> None:
-        """Save model, optimizer and engine, with the run secret: guard the file like the data."""
+        """Save model, optimizer and engine: as secret as the data."""
         saved = dict(checkpoint_dict or {})
         saved["module_state_dict"] = module.state_dict()
         saved["privacy_engine_state_dict"] = self.engine.state_dict()

@@ -43,7 +43,7 @@ class ClippingSettings:
         return self.grad_sample_mode.startswith("ghost")
 
     def style_and_norm(self, module: nn.Module) -> tuple[Any, float]:
-        """Return dpshard's clipping style, and the norm over all parameters."""
+        """Return dpshard's clipping style and norm."""
         norm = self.max_grad_norm
         if self.clipping == "flat" and isinstance(norm, (int, float)):
             return "all-layer", float(norm)

@@ -45,7 +45,7 @@ class EngineState:
         return {"engine": json.dumps(self._engine.state_dict()), "noted": json.dumps(self._noted)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue that run, and count what was released after the checkpoint."""
+        """Continue that run; count later releases."""
         released = self._journal.since(Mark(*json.loads(state_dict["noted"])))
         if released is None:
             raise CheckpointError(

@@ -29,7 +29,7 @@ class DocumentParts:
         return dict(zip(batch, parts, strict=True))
 
     def terms(self, logits: Tensor, own: Tensor, targets: Tensor) -> Tensor:
-        """Return this rank's terms [B] of the documents' mean losses; `own` is its part of `targets` [B, T]."""
+        """Return this rank's terms [B] of the documents' mean losses, of its part `own` of `targets` [B, T]."""
         return sample_losses(logits, own, per="sample-sum") / (targets != IGNORED).sum(1).clamp(min=1)
 
     def whole(self, terms_B: Tensor) -> Tensor:

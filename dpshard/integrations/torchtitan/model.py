@@ -33,7 +33,7 @@ class _Table(Embedding):
         """As torchtitan's."""
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Place the table; its output is a sum over the ranks of `tp`."""
+        """Place the table; outputs are sums over the ranks of `tp`."""
         sharding: Any = self._sharding_config
         self._sharding_config = dataclasses.replace(sharding, local_map=None, out_src_shardings=None)
         Module.parallelize(self, parallel_dims)

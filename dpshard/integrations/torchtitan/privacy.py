@@ -27,13 +27,13 @@ class Privacy:
     clipping_mode: str = "auto"
     accountant: AccountantName = "pld"
     max_batch_size: int | None = None
-    """Cap of the documents of a step (truncated Poisson); None for no cap."""
+    """Cap of the documents of a step (truncated Poisson)."""
     offload_records: bool = False
     secure_mode: bool = False
     noise: NoiseName = "gaussian"
     verify: bool = True
     documents_per_row: int = 1
-    """Largest number of documents in a row of seq_len tokens; above 1, attention must be "flex" or "varlen"."""
+    """Most documents in a row of seq_len tokens; above 1, attention must be "flex" or "varlen"."""
 
     def settings(self) -> dict[str, Any]:
         """Return the settings of the engine."""

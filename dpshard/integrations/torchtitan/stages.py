@@ -29,7 +29,7 @@ class DocumentLosses:
 
 
 class PipelinedDocuments:
-    """The stages on the ranks of `mesh`, which `schedule` runs on whole documents."""
+    """The stages on the ranks of `mesh`."""
 
     def __init__(self, mesh: Any, schedule: Any, losses: DocumentLosses) -> None:
         self.mesh, self._schedule, self._losses = mesh, schedule, losses
@@ -42,7 +42,7 @@ class PipelinedDocuments:
         return {"model_parallel_group": self.mesh.get_group(), "model_parallel_parts": {"*": "stage"}}
 
     def train(self, batch: dict[str, Tensor]) -> Tensor | None:
-        """Run forward and backward of a micro-batch; return its losses [B] on the last stage."""
+        """Run forward and backward; return losses [B] on the last stage."""
         inputs = (batch["input_ids"],) if self._first else ()
         self._schedule.step(
             *inputs,

@@ -75,7 +75,7 @@ class PrivateTrainer(Trainer):
             self.checkpointer.states["privacy"] = self._state  # type: ignore[attr-defined]
 
     def batch_generator(self, data_iterable: Any) -> Iterator[Any]:
-        """Return the remaining logical batches. Raises CheckpointError if the checkpoint is of another step."""
+        """Return the remaining logical batches; CheckpointError at another step."""
         if self.step != self.engine.step:
             raise CheckpointError(
                 f"torchtitan resumes at step {self.step}, the privacy engine at step {self.engine.step}: the "

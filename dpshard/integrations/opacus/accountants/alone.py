@@ -1,4 +1,4 @@
-"""Accountants without an engine: the caller counts steps, and guarantees Poisson sampling."""
+"""Accountants without an engine: the caller counts steps and guarantees sampling."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class GaussianAccountant(IAccountant):
 
 
 def create_accountant(mechanism: str) -> IAccountant:
-    """Return a new accountant by Opacus's name; ConfigurationError for another."""
+    """Return a new accountant by Opacus's name."""
     kinds = {kind.mechanism(): kind for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)}
     require_choice("mechanism", mechanism, tuple(kinds))
     return kinds[mechanism]()

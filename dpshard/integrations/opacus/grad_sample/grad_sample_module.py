@@ -41,7 +41,7 @@ class GradSampleModule(nn.Module):
             return getattr(super().__getattr__("_module"), name)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear gradients, except clipped sums of an unfinished logical batch."""
+        """Clear gradients, except clipped sums."""
         if not self._dpshard[1].collecting:
             super().zero_grad(set_to_none)
 

@@ -13,11 +13,11 @@ from dpshard.replacements import replace_unsupported
 
 
 class ModuleValidator:
-    """Find layers that mix samples, and replace them in a copy of the model."""
+    """Find layers that mix samples, and replace them in a copy."""
 
     @classmethod
     def validate(cls, module: nn.Module, *, strict: bool = False) -> list[UnsupportedParameterError]:
-        """Return an error per layer that must be replaced; if `strict`, raise the first."""
+        """Return an error per unsupported layer; if `strict`, raise the first."""
         tensors = chain(module.parameters(), module.buffers())
         # The copy shares the tensors.
         skeleton = copy.deepcopy(module, {id(tensor): tensor for tensor in tensors})
