@@ -2,15 +2,15 @@
 
 [Note: Keyed draws]
 A run owns one secret of 32 bytes from the operating system. Each purpose has a derived key: the noise of block 3 of
-"head.weight" at step 7, the batch of step 7. So draws for different purposes are independent, and a repeated step draws
-the same batch on any number of ranks.
+"head.weight" at step 7, the batch of step 7. So draws are independent, and a repeated step draws the same batch on any
+number of ranks.
 
 [Note: Strength]
-HMAC-SHA-256 makes the keys, so a key reveals nothing about another key or the secret. A source expands its key by
-AES-256 in counter mode, indistinguishable from random bits. (GCM, NIST SP 800-38D, without its tag: OpenSSL runs it 2.5
-times as fast. Beyond 2^36 bytes per key the cipher raises.) Box-Muller makes normals; the radius has 62 bits, so the
-tails reach 9.3 standard deviations. [Note: Secure noise] in noise/keyed.py treats the floating-point side channel.
-(`torch.Generator` on the CPU is too weak: its 32-bit seeds can be enumerated.)
+HMAC-SHA-256 makes the keys, so a key reveals nothing about another key or the secret. AES-256 in counter mode expands a
+key to bits indistinguishable from random ones. (GCM, NIST SP 800-38D, without its tag: OpenSSL runs it 2.5 times as
+fast. Beyond 2^36 bytes per key the cipher raises.) Box-Muller makes normals; 62 bits of radius reach 9.3 standard
+deviations. [Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU
+is too weak: its 32-bit seeds can be enumerated.)
 """
 
 from __future__ import annotations

@@ -65,15 +65,15 @@ class _Engine(Protocol):
 class Checkpointer:
     """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
-    A state saved by 4 ranks of FSDP2 resumes on 2, under DDP, with DeepSpeed, or in one process. Incomplete and damaged
-    checkpoints are skipped. A checkpoint holds the run secret: protect it like the data. A journal in the folder lets a
-    resumed run count the releases that a crash forgets. All ranks make a Checkpointer, and call its methods together.
+    A state saved by 4 ranks of FSDP2 resumes on 2, under DDP, with DeepSpeed, or in one process. Damaged checkpoints
+    are skipped. A checkpoint holds the run secret: protect it like the data. A journal beside it counts the releases
+    that a crash forgets. All ranks make a Checkpointer, and call its methods together.
 
     Args:
-        folder: Folder of the checkpoints, on a disk that all ranks share; created if missing.
+        folder: Folder on a disk that all ranks share; created if missing.
         engine: The engine; its model is saved with it.
-        optimizer: The optimizer that the engine privatizes; with DeepSpeed, the result of deepspeed.initialize().
-        keep: Number of checkpoints to keep, the newest ones.
+        optimizer: The engine's optimizer; with DeepSpeed, the result of deepspeed.initialize().
+        keep: Number of newest checkpoints to keep.
         others: Other objects with a state, by name: `scheduler=scheduler`. States are equal on all ranks, or sharded in
             DTensors.
 

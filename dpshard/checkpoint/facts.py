@@ -1,10 +1,10 @@
 """Facts that affect the bits of a repeated step's sums; not part of the mechanism.
 
 [Note: Facts of a run]
-Other ranks, shards, micro-batch sizes, clipping modes or kernels change the rounding of sums. Loading a state under
-other facts warns that steps may count twice; only the digest of the sums decides. Tensors in memory get a keyed digest
-of a few rows, and a Subset of its indices. It reveals another data set, not one changed row. Other data sets are not
-read: that could open files before workers start, or draw random numbers.
+Other ranks, shards, micro-batch sizes, clipping modes or kernels round sums differently. Loading a state under other
+facts warns; only the digest of the sums decides. Tensors in memory get a keyed digest of a few rows, a Subset of its
+indices. It reveals another data set, not one changed row. Reading other data sets could open files or draw random
+numbers.
 
 Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
 release.

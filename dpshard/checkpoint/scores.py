@@ -2,12 +2,12 @@
 
 [Note: What private scores cost]
 A score is the number of right answers on M validation samples plus Gaussian noise, over M. One sample moves the number
-by at most 1. K scores, each with noise sqrt(K) sigma, compose exactly to one Gaussian release of sigma. Later weights
-may depend on earlier scores: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a
-validation sample for the scores. A person with samples in both pays both: then `earlier` is a part of the run.
+by at most 1. K scores, each with noise sqrt(K) sigma, cost exactly one Gaussian release of sigma, also adaptively.
+Source: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a validation sample for the
+scores. A person with both pays both: then `earlier` is a part of the run.
 
-Two scores of one step would be two releases, and their mean has less noise. So a score is drawn under a lock on the
-file, after a look at what it holds. Ranks need not share a disk, so only rank 0 draws.
+Two scores of one step would be two releases. So a score is drawn under a lock on the file, after a look at what it
+holds. Ranks need not share a disk, so only rank 0 draws.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from dpshard.randomness import RandomSource, new_run_secret
 class PrivateScores:
     """Noisy shares of right answers on private validation samples, within a budget of their own.
 
-    The protected validation sample is in no training batch. If persons have samples in both, give
-    `PrivacyEngine(earlier=scores.earlier(N))`, whose epsilon then covers both.
+    The validation samples are in no training batch. If persons have samples in both,
+    `PrivacyEngine(earlier=scores.earlier(N))` covers both.
 
     Args:
-        path: File of the scores; a resumed run finds them there, because to draw them again would cost again.
-        samples: Number M of validation samples; public.
+        path: File of the scores, where a resumed run finds them: drawing again would cost again.
+        samples: Public number M of validation samples.
         count: Largest number of scores.
         target_epsilon: Budget of all scores together.
         target_delta: Delta of that budget.

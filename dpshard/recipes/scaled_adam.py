@@ -2,10 +2,9 @@
 
 [Note: Scaled parameters]
 Adam divides by the root of the second moment, which amplifies the noise of small elements. Scaling gradients by this
-factor s first moves clipping and noise into the geometry of Adam's steps. A weight is w = s u, and training changes u,
-whose gradient is exactly s times that of w. The optimizer divides the private gradient by s, steps on w, and writes w =
-s' u' with the next scale. Scales depend only on private gradients, so epsilon stays the same. After Ganesh, McMahan &
-Thakurta 2025, arXiv:2507.01129.
+factor s first moves clipping and noise into the geometry of Adam's steps. Training changes u in w = s u, whose gradient
+is s times that of w. The optimizer divides the private gradient by s, steps on w, and writes w = s' u'. Scales depend
+only on private gradients, so epsilon stays the same. After Ganesh, McMahan & Thakurta 2025, arXiv:2507.01129.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 [Note: Memory]
 Run A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state dict
-publishes it. An attribute may differ if B overwrites it. After B, state and outputs must be equal, also to B first:
-globals and closures cannot be restored. Counters depend only on shapes.
+publishes it. An attribute may differ until B overwrites it. B after A must equal B after A', and B first: globals and
+closures cannot be restored. Counters depend only on shapes.
 """
 
 from __future__ import annotations
