@@ -323,8 +323,8 @@ class PrivacyEngine:
         """Return a block in which your own loop feeds packed rows [R, T]; forwards and `verify` belong in it.
 
         `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for padding; see `dpshard.packed_unit_ids`.
-        `units`: the public largest number in a micro-batch, the divisor of a mean loss. Raises BatchLayoutError for a
-        unit that is not one run of tokens in one row.
+        `units`: the largest number of units in a micro-batch, public; the divisor of a mean loss. Raises
+        BatchLayoutError for a unit that is not one run of tokens in one row.
         """
         return self._collector.own_packed(PackedTokens(unit_ids, units), verified=self._verify)
 
@@ -419,8 +419,8 @@ class PrivacyEngine:
 
         Args:
             state: A `state_dict()`, the same on all ranks.
-            released: Steps released in all before the crash, if more than in the state; repetitions are charged. Or a
-                Checkpointer's journal.
+            released: Steps released in all before the crash, if more than in the state; repetitions are charged. A
+                Checkpointer passes its journal instead.
 
         Raises CheckpointError, and changes nothing, if `state` is damaged, of another mechanism, or differs between
         ranks. Raises LogicalBatchError in the middle of a logical batch.

@@ -26,7 +26,7 @@ class LogicalBatchError(DpshardError, RuntimeError):
 
 
 class UnknownLengthError(LogicalBatchError, TypeError):
-    """The length of a logical batch is private data; as a TypeError, list() and tqdm continue without it."""
+    """The length of a logical batch is private data; list() and tqdm continue without it after a TypeError."""
 
 
 class UnsupportedOptimizerError(DpshardError, RuntimeError):

@@ -1,6 +1,7 @@
 """Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
-May import `clipping`, `noise` and below.
+Noise meets a rank's shards in `privatize` of its `GradientStore` (grad_store.py). May import `clipping`, `noise` and
+below.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ __all__ = ["Backend", "choose", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Back-end for the wrapper of `model`; the rest declares parts."""
+    """Back-end for the wrapper of `model`, or ConfigurationError; for the other arguments see PrivacyEngine."""
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
     declared: DeclaredParts | None = None

@@ -293,7 +293,7 @@ def _references() -> int:
 
 
 _ALONE = _references()
-"""Of a local variable; Python versions differ."""
+"""References to a local variable; Python versions differ."""
 
 
 def _fits(total: Tensor, parameter: nn.Parameter) -> bool:

@@ -259,7 +259,7 @@ class Guard:
 class _Seal:
     names: list[str]
     checksum_N: Tensor
-    """int64"""
+    """int64, in the order of `names`."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,6 +1,7 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
-[Note: Parts of a sample] With an undeclared part of its gradient, a sample counts for more than R. Four signs:
+[Note: Parts of a sample] With an undeclared part of its gradient, a sample counts for more than R. The engine looks for
+four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);

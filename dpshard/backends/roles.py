@@ -72,7 +72,7 @@ class GradientStore(Protocol):
         ...
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """See Internals.full_gradient."""
+        """Whole private gradient, if the parameter has one; all ranks call it, in one order."""
         ...
 
     def refuse_stale(self) -> None:

@@ -57,7 +57,7 @@ class Stages(ModelParts):
         self._chunks = 0  # checksum since the last release
         own = [(name, list(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
         self.everywhere: list[tuple[str, tuple[int, ...], str, bool]] = []
-        """Name, shape, dtype, is complex: of all trainable parameters."""
+        """Name, shape, dtype and whether it is complex, of all trainable parameters in the order of stages."""
         self._owner: dict[str, int] = {}
         for rank, some in enumerate(self.exchange(own)):
             if not some:

@@ -66,8 +66,8 @@ class Checkpointer:
     """Saves and resumes a private training: model, optimizer, ledger, run secret and place in the sampling.
 
     A state saved by 4 ranks of FSDP2 resumes on 2, under DDP, with DeepSpeed, or in one process. Damaged checkpoints
-    are skipped. A checkpoint holds the run secret: protect it like the data. A journal beside it counts the releases
-    that a crash forgets. All ranks make a Checkpointer, and call its methods together.
+    are skipped. A checkpoint holds the run secret, so only its owner can read it: protect it like the data. A journal
+    beside it counts the releases that a crash forgets. All ranks make a Checkpointer, and call its methods together.
 
     Args:
         folder: Folder on a disk that all ranks share; created if missing.
@@ -131,9 +131,9 @@ class Checkpointer:
         """Go back to the newest sound checkpoint; return False without one.
 
         Releases of later steps are counted from the journal, else pass `released`, the total number of released steps.
-        Repeating a step with the same sums costs nothing more. Raises CheckpointError, and changes nothing, if all are
-        damaged, or the newest sound one is of another mechanism, model or optimizer. Raises LogicalBatchError in the
-        middle of a logical batch.
+        Repeating a step with the same sums costs nothing more; other sums are charged. Raises CheckpointError, and
+        changes nothing, if all are damaged, or the newest sound one is of another mechanism, model or optimizer. Raises
+        LogicalBatchError in the middle of a logical batch.
         """
         self.wait()
         self._engine.internals.require_rest()
@@ -224,7 +224,7 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 
 def _portable(state: dict[str, Any]) -> Any:
-    """Without tensors, keys may have any type."""
+    """Return a state with tensors unchanged, because they may be sharded; pack others, whose keys may have any type."""
     return state if _holds_tensors(state) else storage.pack(state)
 
 

@@ -44,7 +44,7 @@ class CheckpointFolder:
         return self.path / f"step-{step:08d}"
 
     def begin(self, step: int) -> Path:
-        """Make an empty folder; remove remains of killed saves."""
+        """Make an empty folder for its owner only; remove remains of killed saves."""
         self.path.mkdir(parents=True, exist_ok=True)
         for left in self.path.glob(".step-*.partial"):
             shutil.rmtree(left)

@@ -57,7 +57,7 @@ class Journal:
             return Mark(entries, file.read(_LENGTH).hex())
 
     def note(self, step: int, identity: bytes) -> Future[None]:
-        """Append a release; the future is done when it is on the disk."""
+        """Append a release; the future is done when it is on the disk. Both may raise OSError."""
         if self._descriptor is None:
             self._descriptor = self._open()
         _write(self._descriptor, _entry(step, identity))

@@ -10,7 +10,10 @@ from dpshard.checkpoint.journal import Journal
 
 
 class ReleaseNotes:
-    """Without a wait, other ranks could use a release that a crash of the first then forgets."""
+    """Writes releases to a journal; all ranks make it together.
+
+    Without a wait, other ranks could use a release that a crash of the first then forgets.
+    """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal

@@ -1,6 +1,7 @@
 """From per-sample norms to clip coefficients and clipped sums. Begin with `tape.py`.
 
-May import `records`, `rules`, `noise` and below.
+`functions.py` has the clip coefficients, and `tape.py` the refusal of a second backward. May import `records`, `rules`,
+`noise` and below.
 """
 
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, ClippingFunction, GlobalClipping

@@ -109,6 +109,7 @@ class Slot(torch.autograd.Function):
 
 
 def _blank(device: torch.device) -> Tensor | None:
+    """Gradient of a token; see [Note: Anchor, slot, tap]."""
     return torch.empty(0, device=device) if device.type == "cuda" else None
 
 

@@ -1,4 +1,4 @@
-"""From squared norms to clip coefficients."""
+"""Norms and clip coefficients of groups that close together, by the functions of functions.py."""
 
 from __future__ import annotations
 

@@ -143,9 +143,9 @@ def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[fl
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """Clipping function of a name, or a `factor` method's with the guarantee enforced.
+    """Clipping function of a name, or an object with a `factor` method, its guarantee enforced.
 
-    Raises ConfigurationError for anything else, or without a repr.
+    Raises ConfigurationError for anything else. Checkpoints compare objects by repr, so they need one of their own.
     """
     if isinstance(clipping_fn, str):
         if clipping_fn not in _FUNCTIONS:

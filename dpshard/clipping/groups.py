@@ -30,7 +30,7 @@ class ClippingGroup:
 
 
 def sensitivity(groups: Iterable[ClippingGroup]) -> float:
-    """Return sqrt(sum R_m^2): L2 sensitivity of the clipped sums to one sample."""
+    """Return sqrt(sum R_m^2): L2 sensitivity of the clipped sums to adding or removing one sample."""
     return math.sqrt(sum(group.threshold**2 for group in groups))
 
 

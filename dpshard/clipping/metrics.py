@@ -77,11 +77,14 @@ class BatchMetrics:
         self._losses.append(torch.stack([total, rows.double()]))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Set the norms of the clipped sum and (expected) of its noise."""
+        """Set the norms of the clipped sum [] and (expected) of its noise, both before division by the batch size."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by all ranks', in one order of `labels`; `stack` gathers vectors as rows."""
+        """Replace the figures by all ranks'; `stack` gathers vectors as rows.
+
+        All ranks pass the labels of all groups, also of unused ones, in one order.
+        """
         groups_MF = self._totals(labels)
         seen_M1 = groups_MF.new_ones(len(labels), 1)
         for i, label in enumerate(labels):

@@ -68,7 +68,7 @@ class OwedBackwards:
         return not self._trained and bool(self._owed or self._used)
 
     def unfinished(self, *, inputs_suffice: bool) -> str | None:
-        """Return why the micro-batch is incomplete."""
+        """Return why the micro-batch is incomplete. `inputs_suffice`: a backward to inputs only completes it."""
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

@@ -1,7 +1,7 @@
 """Small uses of parameters that are recorded together.
 
 [Note: Uses with equal recipes] A small use waits until its group closes; uses with equal recipes and sizes become one.
-A write in the meantime is refused, although it breaks no bound: norm and sum both see it.
+A write in the meantime is refused, because it changes the gradient. It breaks no bound: norm and sum both see it.
 """
 
 from __future__ import annotations

@@ -215,7 +215,7 @@ class Tape:
         self.current = Pass.SUMS
 
     def close(self, anchor: int) -> None:
-        """Fix the coefficients."""
+        """Fix the coefficients; `_require_open` then refuses a second backward."""
         if self.current is Pass.BOOK_KEEPING:
             self.closer.close(anchor)
 
@@ -251,7 +251,7 @@ class Clipper(Scheme):
         """Outputs of the anchors used since their last backward."""
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper in one pass."""
+        """Return a clipper of the same groups, in one pass."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 

@@ -36,7 +36,7 @@ COUNT_GRID = 2.0**-10
 """Grid of the published counts: the last bits of float64 noise may reveal exact counts ([Note: Secure noise])."""
 
 FARTHEST = 1e12
-"""Of a threshold over its first value, either way."""
+"""Largest ratio of a threshold to its first value, either way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +96,7 @@ class Thresholds:
         """Raise LogicalBatchError if these need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
-        """Adapt to a released step."""
+        """Adapt to a released step, by the `metrics` of all ranks."""
 
     def state_dict(self) -> dict[str, Any] | None:
         """State for a checkpoint, if any."""

@@ -33,8 +33,8 @@ _DISTRIBUTED = (
 def make_engine(accelerator: Accelerator, model: nn.Module, **settings: Any) -> PrivacyEngine:
     """Return an engine for the prepared `model`; `settings` go to `dpshard.PrivacyEngine`.
 
-    `accelerator.save_state` and `load_state` include its state. Do not prepare data loaders. Raises ConfigurationError
-    if the accelerator would change or hide gradients.
+    `accelerator.save_state` and `load_state` include its state. Do not prepare data loaders: `engine.batches` gives
+    each process its share. Raises ConfigurationError if the accelerator would change or hide gradients.
     """
     require_supported(accelerator)
     engine = PrivacyEngine(model, **settings)

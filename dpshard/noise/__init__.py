@@ -4,4 +4,5 @@ Begin with `keyed.py`. May import `randomness`, `kernels` and below. Not for use
 """
 
 LOG2_STD = 24
-"""Log2 of s, the deviation of discrete Gaussian noise in grid steps. Part of the meaning of a run secret."""
+"""Log2 of s, the deviation of discrete Gaussian noise in grid steps. Accounting charges for
+the grid, and run secrets depend on it."""

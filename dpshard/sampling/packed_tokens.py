@@ -31,7 +31,7 @@ class PackedTokens:
     units: int
     """U."""
     samples: int | None = None
-    """The first units are not padding; None: those with tokens."""
+    """Number of units that are not padding, the first ones; None: those with tokens."""
     everywhere: int | None = None
     """Units that every rank has in this micro-batch, if known."""
     planned_beside: bool | None = None
@@ -132,7 +132,8 @@ def packed_unit_ids(
     """Return the unit of every token for `engine.packed` and `losses.packed_cross_entropy`.
 
     Args:
-        position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. Every start begins a unit.
+        position_ids: [R, T] or [T], as of Hugging Face's DataCollatorWithFlattening. A unit begins where
+            positions start anew: a document whose positions restart would count as two.
         cu_seqlens: [U + 1], as for varlen attention: 0, and the end of every unit in a stream [T].
         tokens: T of that stream, if padding follows the last unit.
 

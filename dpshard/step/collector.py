@@ -274,7 +274,7 @@ class Collector:
         return True
 
     def complete_sums(self, digest: Callable[[Sequence[SumShard]], Tensor]) -> list[int]:
-        """Sum over ranks, and return the digest; LogicalBatchError on all if one is incomplete."""
+        """Sum over ranks, and return the digest; LogicalBatchError on all ranks if a micro-batch is incomplete."""
         if self._stages is not None and self.batch is not None:
             self.batch.end_micro_batch()
         unfinished = self._unfinished()

@@ -98,7 +98,7 @@ class MicroBatch:
 
     @property
     def untrained(self) -> bool:
-        """True if other ranks may wait in a backward; a schedule has ended on all."""
+        """True if no backward came, so other ranks may wait in one; a schedule has ended on all ranks."""
         return not self.chunks and (self.tape is None or self.tape.forwards.untrained)
 
 
@@ -216,7 +216,7 @@ class LogicalBatch:
             self.end_micro_batch()
 
     def progress(self) -> str:
-        """Progress for errors."""
+        """Return the progress, for errors only: no loss may use it, because it depends on the draw."""
         return f"{self._position} of the {self._plan.count} micro-batches"
 
     def end_micro_batch(self) -> None:

@@ -23,7 +23,7 @@ class StepNoise(NamedTuple):
     identity: bytes
     noise: KeyedGaussian
     link: bytes
-    """In the run's chain; b"" without one."""
+    """Key of the step in the run's chain; b"" without one."""
     scale: float
     """Deviation of the noise over that of the independent z."""
 
@@ -65,7 +65,7 @@ class NoiseOfRun:
         return StepNoise(identity, CorrelatedGaussian(link, secure, terms), link, math.hypot(*weights))
 
     def take(self, noise: StepNoise) -> None:
-        """Go to the next step."""
+        """Go to the next step, after this noise's release was counted."""
         if self._chain is not None:
             self._chain.append(noise.link)
 

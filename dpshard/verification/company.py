@@ -1,8 +1,8 @@
 """Change the inputs of some rows, and the order: outputs and losses of other rows must not move.
 
-[Note: Leave one out, or half]
-Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum of losses of single samples is
-additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, to show gathers.
+[Note: Leave one out, or half] Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum
+of losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, so a
+gather of other ranks' rows shows.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ def verify_company(
     *,
     both: bool,
 ) -> None:
-    """`shapes`: outputs for the chosen samples, and for the first. `both`: change each half in turn."""
+    """Require other inputs in some rows to move no outputs or losses of the other rows.
+
+    `shapes`: outputs for the chosen samples, and for the first. `both`: change each half in turn.
+    """
     run, loss = bench.run, bench.loss
     if run.rows < 2 or len(bench.chosen) < 2:
         return

@@ -64,7 +64,7 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
 
 
 def named(path: str, error: VerificationError) -> VerificationError:
-    """Return the error for no loss of single samples."""
+    """Return the error for a kept statistic that is no loss of single samples."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
         f"it to the loss. To log it, keep detach() of it; drop a loss that balances or compares samples. {error}"

@@ -37,7 +37,7 @@ class Advice:
 
     task: Task
     model: str
-    """Of `dpshard train --model`."""
+    """A name of `dpshard train --model`, or package.module:function."""
     pretrained: bool
     sample_size: int
     target_epsilon: float

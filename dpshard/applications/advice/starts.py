@@ -35,7 +35,7 @@ class Start:
     models: tuple[str, ...]
     steps: int
     relative_noise: float
-    """At most, over that of a batch of all samples."""
+    """Largest noise per batch, over that of a batch of all samples."""
     optimizer: OptimizerName
     learning_rate: float
     momentum: float = 0.0

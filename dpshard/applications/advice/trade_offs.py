@@ -26,7 +26,7 @@ class TradeOff:
     noise_multiplier: float
     epochs: float
     relative_noise: float
-    """Over that of a batch of all samples."""
+    """Sigma over batch, over that of a batch of all samples."""
 
     @property
     def noise_per_batch(self) -> float:
@@ -83,7 +83,7 @@ class Budget:
 
 @cache
 def largest_mu(budget: Budget) -> float:
-    """Return one over sigma of one release about all."""
+    """Return one over sigma of one release about all samples within the budget."""
     low, high = 1e-6, 2e-6
     while budget.log_overspend(budget.sample_size, 1, 1 / high) < 0:
         high *= 2

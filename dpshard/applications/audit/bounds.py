@@ -29,7 +29,7 @@ GUESSED_SHARES = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Trials:
-    """Errors in independent trials."""
+    """Errors of a test, fixed beforehand, in independent trials."""
 
     false_positives: int
     """Without the sample, judged "in"."""
@@ -66,8 +66,9 @@ class Trials:
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
     """Bound the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
 
-    It is beta + alpha m delta for m `canaries`, with beta = P[X >= v] and alpha = max_i (2 / i) P[v > X >= v - i]. X is
-    Binomial(r, e^eps / (1 + e^eps)). Steinke et al. 2023, arXiv:2305.08846, Theorem 5.2.
+    Each of the m `canaries` is in by a fair coin. The bound is beta + alpha m delta, with beta = P[X >= v] and alpha =
+    max_i (2 / i) P[v > X >= v - i]. X is Binomial(r, e^eps / (1 + e^eps)). Steinke et al. 2023, arXiv:2305.08846,
+    Theorem 5.2.
     """
     if not 0 <= right <= guesses <= canaries:
         raise ConfigurationError(
@@ -106,7 +107,7 @@ class Guesses:
 
     canaries: int
     tried: tuple[tuple[int, int], ...]
-    """(guesses, right ones)."""
+    """(guesses, right ones), for numbers of guesses that were fixed beforehand."""
 
     def epsilon(self, delta: float, confidence: float) -> float:
         """Return the best lower bound."""

@@ -1,7 +1,7 @@
 """From clipped sums to shards, instead of FSDP2's own reduction.
 
-[Note: From clipped sums to shards] The clipped sums of a unit, which FSDP gathers and frees together, fill one bucket
-for one reduce-scatter during backward.
+[Note: From clipped sums to shards] Anchors differentiate the sharded parameters, so FSDP has nothing to reduce. The
+clipped sums of a unit, which FSDP gathers and frees together, fill one bucket for one reduce-scatter during backward.
 - Ranks are summed, never averaged: the sensitivity is that of the sum.
 - Buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does.
 - All ranks reduce all units in one fixed order, also units with layers that did not run here.

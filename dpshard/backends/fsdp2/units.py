@@ -37,7 +37,10 @@ class Unit:
         return all(group.reduce_grads for group in _groups(self.modules[0]))
 
     def take_unused(self, *, flag: bool) -> bool:
-        """Let FSDP put zeros for unused parameters in `.grad`, without noise, or not; return what was."""
+        """Choose whether FSDP reduces zeros for unused parameters; return the earlier choice.
+
+        FSDP puts them in `.grad`, where they would be gradients without noise.
+        """
         groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
         before = any(group.reduce_scatter_unused_params for group in groups)
         for group in groups:

@@ -8,7 +8,7 @@ Tiles write partial sums, without atomic additions, so sums round in the same or
 sum of K products on tensor cores may drop its last bit. In all that is below K 2^-27 of the sum. So Gram matrices, with
 rows as long as a vocabulary, are summed in chunks of 1024.
 
-Kernels need compute capability 8.0. Triton's interpreter (TRITON_INTERPRET=1) runs them on CPU tensors.
+Kernels need compute capability 8.0 or more. Triton's interpreter (TRITON_INTERPRET=1) runs them on CPU tensors.
 DPSHARD_TRITON=0 switches them off.
 """
 

@@ -1,4 +1,4 @@
-"""Needs Triton."""
+"""Multiplication in kernels. Needs Triton."""
 
 from __future__ import annotations
 
