@@ -77,10 +77,7 @@ class Facts:
     def begin_batches(
         self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int, *, released: bool
     ) -> None:
-        """Set the facts of the batches; warn if they differ from the loaded state.
-
-        Raises DataError for other rows after a release, where their order matters.
-        """
+        """Set the facts of the batches. Raises DataError for other rows after a release, where their order matters."""
         data = of_rows(dataset, secret)
         if data is not None:
             if self._sampling != "poisson" and released and self._data not in (None, (secret, data)):

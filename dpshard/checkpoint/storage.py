@@ -81,8 +81,7 @@ def contents(folder: Path) -> Mapping[str, Any]:
 def read(state: State, folder: Path, ranks: Ranks, *, partly: bool = False) -> None:
     """Read the values named in `state`: tensors in place, others replaced.
 
-    Raises CheckpointError, before a tensor changes, for a missing name, another shape or, unless `partly`, a name left
-    over.
+    Raises CheckpointError, before a tensor changes, if names (unless `partly`) or shapes differ.
     """
     _know_that_one_process_suffices(ranks)
     with _explained(folder, "read"):

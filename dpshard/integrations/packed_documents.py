@@ -17,10 +17,7 @@ from dpshard.sampling import Packing
 
 
 def packing_of(args: Any, packing: Packing | None, collator: Any) -> Packing | None:
-    """Return the packing of a run: as given, or one row of max_length tokens if SFTConfig asks for packing.
-
-    Raises ConfigurationError if the length of a row is unknown.
-    """
+    """Return the given packing, or that of SFTConfig; ConfigurationError without the length of a row."""
     if packing is not None:
         return packing
     asked = [name for name in ("packing", "padding_free") if getattr(args, name, False)]

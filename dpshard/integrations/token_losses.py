@@ -45,10 +45,7 @@ def logits_of(outputs: Any, labels: Tensor) -> Tensor:
 
 
 def learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
-    """Return True if the model's own loss predicts the next token.
-
-    Raises ConfigurationError if it equals, on one sample, neither variant of `token_losses`, or both.
-    """
+    """Return True if the model's own loss predicts the next token; ConfigurationError if undecided."""
     labels = inputs["labels"]
     one = {
         name: x[:1] if isinstance(x, Tensor) and x.dim() and len(x) == len(labels) else x for name, x in inputs.items()

@@ -31,10 +31,7 @@ def others_of(bench: Bench) -> list[Run]:
 
 
 def verify_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
-    """Require the model to keep nothing of a sample; return the paths that every forward changes alike.
-
-    `others`: see others_of. `thorough`: try all of them.
-    """
+    """Require the model to keep nothing of a sample; return the paths that every forward changes alike."""
     run, one = bench.run, [bench.chosen[0]]
     alone = bench.values(one)
     state = bench.state

@@ -141,10 +141,9 @@ class Verifier:
         return np.random.default_rng([int(word) for word in words])
 
     def verify(self, replay: Replay, run: Run, loss: Loss | None, *, thorough: bool) -> None:
-        """Require of every sample its own gradient; change nothing else.
+        """Require of every sample its own gradient, by `loss` or all outputs.
 
-        Differentiates `loss`, or every returned scalar, and other outputs along a random direction. Costly comparisons
-        take turns unless `thorough`.
+        Costly comparisons take turns unless `thorough`.
         """
         sharding = self._sharding
         sharding.refuse_changed_parameters()
