@@ -6,10 +6,9 @@ import csv
 import json
 import logging
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +33,7 @@ IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tif
 def load(settings: TrainSettings, agree: Agree) -> Data:
     """Read the data at `settings.data`; raise DataError if that fails."""
     source = str(settings.data)
-    named = {"group_column": settings.group_column, "columns": settings.columns, "drop": settings.drop}
-    option = next((name for name, value in named.items() if value is not None), None)
+    option = next((name for name in ("group_column", "columns", "drop") if getattr(settings, name) is not None), None)
     if option is not None and not source.startswith("hf:") and not source.endswith(TABLES):
         raise DataError(
             f"{source} has no columns, and --{option.replace('_', '-')} is for those of a table: give a "
@@ -46,40 +44,29 @@ def load(settings: TrainSettings, agree: Agree) -> Data:
     path = Path(source)
     if path.is_dir():
         return _image_folder(path, settings)
-    readers: dict[str, Callable[[Path], DataFrame]] = {
-        ".jsonl": lambda path: _read(path, _json_lines),
-        ".csv": lambda path: _read(path, _csv_rows),
-        ".tsv": lambda path: _read(path, partial(_csv_rows, delimiter="\t")),
-        ".parquet": _parquet,
-    }
-    if path.suffix not in (*readers, ".npz"):
-        raise DataError(f"{path}: expected a folder of images, a {', '.join((*readers, '.npz'))} file, or hf:NAME.")
+    if path.suffix not in (*TABLES, ".npz"):
+        raise DataError(f"{path}: expected a folder of images, a {', '.join((*TABLES, '.npz'))} file, or hf:NAME.")
     if not path.is_file():
         raise DataError(f"{path} does not exist: check the path.")
-    return (
-        _npz(path, settings, agree)
-        if path.suffix == ".npz"
-        else table(readers[path.suffix](path), source, settings, agree)
-    )
+    if path.suffix == ".npz":
+        return _npz(path, settings, agree)
+    return table(_parquet(path) if path.suffix == ".parquet" else _read(path), source, settings, agree)
 
 
 # --- images ---------------------------------------------------------------------------------------------------------
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Image files, or the images of a `column` of rows, with class numbers; decoded at access."""
+    """Images [3, size, size] in [0, 1] of files, or of a `column` of rows, with class numbers; decoded at access."""
 
     def __init__(self, images: Any, labels: Tensor, size: int, column: str | None = None) -> None:
-        self.images = images
-        self.labels = labels.tolist()
-        self.size = size
-        self.column = column
+        self.images, self.labels, self.size, self.column = images, labels.tolist(), size, column
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        """Return an image [3, size, size] in [0, 1], and its class."""
+        """Return an image and its class."""
         found = self.images[index]
         with nullcontext(found[self.column]) if self.column else _opened(found) as image:
             pixels = np.asarray(image.convert("RGB").resize((self.size, self.size)), dtype=np.float32) / 255
@@ -87,20 +74,15 @@ class Images(Dataset[tuple[Tensor, int]]):
 
 
 def _image_folder(folder: Path, settings: TrainSettings) -> Data:
-    classes = sorted(child for child in folder.iterdir() if child.is_dir())
-    found = [
-        (path, label)
-        for label, child in enumerate(classes)
-        for path in sorted(child.rglob("*"))
-        if path.suffix.lower() in IMAGE_SUFFIXES
-    ]
-    if not found:
+    names = sorted(child for child in folder.iterdir() if child.is_dir())
+    files = {path: label for label, child in enumerate(names) for path in sorted(child.rglob("*"))}
+    files = {path: label for path, label in files.items() if path.suffix.lower() in IMAGE_SUFFIXES}
+    if not files:
         raise DataError(f"The data set is empty: {folder} has no sub-folder (one per class) with images in it.")
-    for path, _ in found:
+    for path in files:
         with _opened(path) as image:
             image.verify()
-    labels = torch.tensor([label for _, label in found])
-    return _images([path for path, _ in found], labels, len(classes), settings)
+    return _images(list(files), torch.tensor(list(files.values())), len(names), settings)
 
 
 def _images(images: Any, labels: Tensor, classes: int, settings: TrainSettings, column: str | None = None) -> Data:
@@ -134,25 +116,21 @@ def _frame(rows: Mapping[str, Row]) -> DataFrame:
     return pandas.DataFrame(list(rows.values()), index=list(rows), dtype=object)
 
 
-def _read(path: Path, parse: Callable[[Any], Iterable[tuple[int, Row]]]) -> DataFrame:
+def _read(path: Path) -> DataFrame:
+    """Read lines; no error shows a byte of them."""
+    delimiter = "\t" if path.suffix == ".tsv" else ","
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:  # spreadsheets write a byte order mark
-            rows = {f"line {number}": row for number, row in parse(file)}
+            parsed = _json_lines(file) if path.suffix == ".jsonl" else _csv_rows(file, delimiter)
+            return _frame({f"line {number}": row for number, row in parsed})
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{path} cannot be read: {_why(error)}") from None
+        why = error.strerror if isinstance(error, OSError) else f"it is no UTF-8 text ({type(error).__name__})"
+        raise DataError(f"{path} cannot be read: {why}") from None
     except ValueError as error:
         raise DataError(f"{path}, {error}") from None
-    if not rows:
-        raise DataError(f"The data set is empty: {path} has no row.")
-    return _frame(rows)
 
 
-def _why(error: Exception) -> str:
-    """Return a reason that shows no byte of the file."""
-    return error.strerror or "" if isinstance(error, OSError) else f"it is no UTF-8 text ({type(error).__name__})"
-
-
-def _csv_rows(file: Any, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
+def _csv_rows(file: Any, delimiter: str) -> Iterator[tuple[int, Row]]:
     reader = csv.DictReader(file, delimiter=delimiter)
     names = [name.strip() for name in reader.fieldnames or ()]
     if "" in names or len(set(names)) < len(names):
@@ -166,12 +144,12 @@ def _csv_rows(file: Any, delimiter: str = ",") -> Iterator[tuple[int, Row]]:
 def _json_lines(file: Any) -> Iterator[tuple[int, Row]]:
     for number, line in enumerate(file, start=1):
         try:
-            row = json.loads(line) if line.strip() else None
+            row = json.loads(line) if line.strip() else {}
         except json.JSONDecodeError as error:
             raise ValueError(f"line {number}: not JSON: {error.msg}") from None
-        if row is not None and not isinstance(row, dict):
+        if not isinstance(row, dict):
             raise ValueError(f"line {number}: expected an object with named fields")
-        if row is not None:
+        if line.strip():
             yield number, row
 
 
@@ -185,8 +163,6 @@ def _parquet(path: Path) -> DataFrame:
         frame = pandas.read_parquet(path)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"{path} cannot be read: it is not a Parquet file ({type(error).__name__}).") from None
-    if frame.empty:
-        raise DataError(f"The data set is empty: {path} has no row.")
     frame.index = [f"row {number}" for number in range(len(frame))]
     return frame.rename(columns=str)
 
@@ -211,13 +187,10 @@ def _npz(path: Path, settings: TrainSettings, agree: Agree) -> Data:
         if x.dtype == np.uint8 and settings.feature_scale is None:
             settings = replace(settings, feature_scale=255.0)
         return table(_frame(rows).assign(**{label: y.tolist()}), str(path), settings, agree)
-    scale = 255.0 if x.dtype == np.uint8 else settings.feature_scale or 1.0
-    pixels = torch.from_numpy(x.astype(np.float32)) / scale
-    if pixels.dim() == 3:
-        pixels = pixels.unsqueeze(1)
+    pixels = torch.from_numpy(x.astype(np.float32)) / (255.0 if x.dtype == np.uint8 else settings.feature_scale or 1.0)
     labels, classes = class_numbers(y.tolist())
-    facts: dict[str, Any] = {"kind": Kind.IMAGE, "sample": "one image", "classes": classes}
-    return splits(TensorDataset(pixels, labels), settings, labels=labels, **facts)
+    images = TensorDataset(pixels.unsqueeze(1) if pixels.dim() == 3 else pixels, labels)
+    return splits(images, settings, labels=labels, kind=Kind.IMAGE, sample="one image", classes=classes)
 
 
 # --- the Hugging Face hub -------------------------------------------------------------------------------------------

@@ -53,27 +53,20 @@ class Fitted:
 
     def plain(self) -> dict[str, Any]:
         """Return the content as plain JSON."""
-        return {
-            "columns": {name: asdict(column) for name, column in self.encoder.columns.items()},
-            "target": None if self.target is None else asdict(self.target),
-            "earlier": [[asdict(release), count] for release, count in self.earlier],
-            "weights": self.weights,
-        }
+        facts = asdict(self)
+        return facts.pop("encoder") | facts
 
     @classmethod
     def parse(cls, plain: Mapping[str, Any]) -> Fitted:
         """Return the content of a `plain()`."""
-        return cls(
-            Encoder({name: _column(facts) for name, facts in plain["columns"].items()}),
-            None if plain["target"] is None else _column(plain["target"]),
-            tuple((Release(**release), count) for release, count in plain["earlier"]),
-            None if plain.get("weights") is None else tuple(plain["weights"]),
-        )
+        columns = {name: _column(facts) for name, facts in plain["columns"].items()}
+        target, weights = plain["target"] and _column(plain["target"]), plain.get("weights")
+        earlier = tuple((Release(**release), count) for release, count in plain["earlier"])
+        return cls(Encoder(columns), target, earlier, weights and tuple(weights))
 
 
 def _column(facts: Mapping[str, Any]) -> Column:
-    bounds = facts["bounds"]
-    return Column(facts["kind"], None if bounds is None else (bounds[0], bounds[1]), tuple(facts["names"]))
+    return Column(facts["kind"], facts["bounds"] and tuple(facts["bounds"]), tuple(facts["names"]))
 
 
 MANY_CLASSES = 20
@@ -86,6 +79,8 @@ Agree = Callable[[Callable[[], Fitted]], Fitted]
 def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) -> Data:
     """Return the data of a table, whose index names the place of each row; raise DataError without showing a cell."""
     text, label = settings.text_column, settings.label_column
+    if frame.empty:
+        raise DataError(f"The data set is empty: {source} has no row.")
     groups = None if settings.group_column is None else _groups(frame, settings.group_column, source)
     if settings.group_column is not None:
         frame = frame.drop(columns=settings.group_column)
