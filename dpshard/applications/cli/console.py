@@ -82,16 +82,9 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
 
     The bar shows only on a terminal, and only if `speaking`.
     """
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("ETA"),
-        TimeRemainingColumn(),
-        console=err,
-        disable=not (speaking and err.is_terminal),
-        transient=True,
-    )
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("ETA"))
+    hidden = not (speaking and err.is_terminal)
+    bar = Progress(*columns, TimeRemainingColumn(), console=err, disable=hidden, transient=True)
     task = bar.add_task(escape(description), total=total)
 
     def advance(description: str | None = None, *, total: int | None = None) -> None:
@@ -105,11 +98,9 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
 @contextmanager
 def warnings_only_if(speaking: bool) -> Iterator[None]:
     """Silence warnings unless `speaking`, because all ranks would repeat them."""
-    if speaking:
-        yield
-        return
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        if not speaking:
+            warnings.simplefilter("ignore")
         yield
 
 

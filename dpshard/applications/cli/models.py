@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -21,14 +22,8 @@ from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
 from dpshard.replacements import replace_unsupported
 
-FITTING: dict[Kind, list[str]] = {
-    Kind.IMAGE: ["mlp", "cnn", "vit"],
-    Kind.FEATURES: ["mlp", "linear"],
-    Kind.NUMBERS: ["mlp", "linear"],
-    Kind.TEXT: ["text"],
-    Kind.LANGUAGE: ["gpt", "gpt2"],
-    Kind.MASKED: ["bert"],
-}
+FITTING = {kind: ["mlp", "linear"] for kind in (Kind.FEATURES, Kind.NUMBERS)} | {Kind.IMAGE: ["mlp", "cnn", "vit"]}
+FITTING |= {Kind.TEXT: ["text"], Kind.LANGUAGE: ["gpt", "gpt2"], Kind.MASKED: ["bert"]}
 """Models by kind of data."""
 
 
@@ -45,20 +40,19 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         _replace_unsupported(model, told_to=settings.replace_unsupported)
         return model
     require_fits(name, data)
-    shape = tuple(data.example().shape)
+    shape, length = tuple(data.example().shape), settings.max_length
     if data.kind in (Kind.FEATURES, Kind.NUMBERS):
         return make_network(name, math.prod(shape), data.numbers, data.classes)
-    if name == "mlp":
-        return MLP(math.prod(shape), data.classes)
-    if name == "cnn":
-        return CNN(shape[0], data.classes)
-    if name == "vit":
-        return VisionTransformer(shape, data.classes)
-    if name == "text":
-        return TextClassifier(settings.max_length + 1, data.classes)
-    if name == "bert":
-        return BERT(settings.max_length + 1, data.classes)
-    return gpt(settings.max_length) if name == "gpt" else GPT2(settings.max_length)
+    builders: dict[str, Callable[[], nn.Module]] = {
+        "mlp": lambda: MLP(math.prod(shape), data.classes),
+        "cnn": lambda: CNN(shape[0], data.classes),
+        "vit": lambda: VisionTransformer(shape, data.classes),
+        "text": lambda: TextClassifier(length + 1, data.classes),
+        "bert": lambda: BERT(length + 1, data.classes),
+        "gpt": lambda: gpt(length),
+        "gpt2": lambda: GPT2(length),
+    }
+    return builders[name]()
 
 
 def require_fits(name: str, data: Data) -> None:
@@ -116,9 +110,9 @@ def choose(data: Data, task: str) -> str:
         return FITTING[data.kind][0]
     try:
         require("transformers", "hf", "model='gpt2'")
+        return "gpt2"
     except ConfigurationError:
         return "gpt"
-    return "gpt2"
 
 
 def gpt(length: int, width: int = 64, depth: int = 2, heads: int = 4) -> GPT:
@@ -153,17 +147,11 @@ class CNN(nn.Module):
 
     def __init__(self, channels: int, classes: int, width: int = 32) -> None:
         super().__init__()
-        sizes = [channels, width, 2 * width, 2 * width]
-        self.body = nn.Sequential(
-            *(
-                layer
-                for d_in, d_out, stride in zip(sizes, sizes[1:], (1, 2, 2), strict=False)
-                for layer in (nn.Conv2d(d_in, d_out, 3, stride, padding=1), nn.GroupNorm(8, d_out), nn.ReLU())
-            ),
-            nn.AdaptiveAvgPool2d(2),
-            nn.Flatten(),
-        )
-        self.head = nn.Linear(4 * sizes[-1], classes)
+        layers: list[nn.Module] = []
+        for d_in, d_out, stride in ((channels, width, 1), (width, 2 * width, 2), (2 * width, 2 * width, 2)):
+            layers += [nn.Conv2d(d_in, d_out, 3, stride, padding=1), nn.GroupNorm(8, d_out), nn.ReLU()]
+        self.body = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(2), nn.Flatten())
+        self.head = nn.Linear(8 * width, classes)
         nn.init.zeros_(self.head.weight)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:

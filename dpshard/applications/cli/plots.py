@@ -20,21 +20,10 @@ from dpshard.errors import RunFolderError
 
 COLOURS = ("#2a5caa", "#d1495b", "#2e8b57")
 DPI = 150
-STYLE: Any = {
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "figure.constrained_layout.h_pad": 0.1,
-    "figure.constrained_layout.use": True,
-    "font.size": 10,
-    "grid.alpha": 0.25,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-}
+STYLE: Any = {"axes.titlelocation": "left", "axes.titleweight": "bold"}
+STYLE |= {"axes.grid": True, "axes.spines.right": False, "axes.spines.top": False, "axes.titlepad": 10}
+STYLE |= {"axes.titlesize": 11, "figure.constrained_layout.h_pad": 0.1, "figure.constrained_layout.use": True}
+STYLE |= {"font.size": 10, "grid.alpha": 0.25, "legend.frameon": False, "lines.linewidth": 1.8}
 
 
 @dataclass(frozen=True)

@@ -21,39 +21,23 @@ class TrainingProgress(Progress):
     """
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
-        super().__init__(
-            SpinnerColumn(),
-            TextColumn("step"),
-            MofNCompleteColumn(),
-            BarColumn(bar_width=24),
-            TextColumn("loss {task.fields[loss]}"),
-            TextColumn("[bold]ε {task.fields[epsilon]}[/]"),
-            TextColumn("{task.fields[speed]} samples/s"),
-            TextColumn("ETA"),
-            TimeRemainingColumn(),
-            console=console,
-            disable=not console.is_terminal,
-        )
-        self._engine = engine
-        self._evaluate_every = evaluate_every
+        loss, spent = "loss {task.fields[loss]}", "[bold]ε {task.fields[epsilon]}[/]"
+        texts = (loss, spent, "{task.fields[speed]} samples/s", "ETA")
+        bar = (SpinnerColumn(), TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=24))
+        columns = (*bar, *map(TextColumn, texts), TimeRemainingColumn())
+        super().__init__(*columns, console=console, disable=not console.is_terminal)
+        self._engine, self._evaluate_every = engine, evaluate_every
         self._samples, self._started = 0.0, time.perf_counter()
-        spent = self._of_target(engine.epsilon())
-        self._step = self.add_task(
-            "step", total=engine.steps, completed=engine.step, loss="–", epsilon=spent, speed="–"
-        )
+        start = {"total": engine.steps, "completed": engine.step, "loss": "–", "speed": "–"}
+        self._step = self.add_task("step", epsilon=self._of_target(engine.epsilon()), **start)
 
     def show(self, row: Mapping[str, float]) -> None:
         """Show the metrics of a step; `row` has "epsilon" only at evaluations."""
         step = int(row["step"])
         spent = self._of_target(row["epsilon"]) if "epsilon" in row else f"≤ {self._of_target(self._bound(step))}"
         self._samples += row["realised_batch_size"]
-        self.update(
-            self._step,
-            completed=step,
-            loss=f"{row['loss']:.3f}",
-            epsilon=spent,
-            speed=f"{self._samples / (time.perf_counter() - self._started):,.0f}",
-        )
+        speed = f"{self._samples / (time.perf_counter() - self._started):,.0f}"
+        self.update(self._step, completed=step, loss=f"{row['loss']:.3f}", epsilon=spent, speed=speed)
         scores = [f"{name.replace('_', ' ')} {row[name]:.4g}" for name in row if name.startswith("validation_")]
         if scores and not self.console.is_terminal:
             line = [f"step {step}/{self._engine.steps}", f"loss {row['loss']:.3f}", f"ε {spent}", *scores]

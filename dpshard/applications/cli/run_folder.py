@@ -114,11 +114,9 @@ class RunFolder:
     def read_metrics(self) -> list[dict[str, Any]]:
         """Return the complete lines of metrics.jsonl; raise RunFolderError for one without a step."""
         rows = self._rows()
-        for number, row in enumerate(rows, 1):
-            if row is None:
-                raise RunFolderError(
-                    f"{self.metrics} was damaged or edited (line {number} has no step): restore it from a copy."
-                )
+        if None in rows:
+            line = f"line {rows.index(None) + 1} has no step"
+            raise RunFolderError(f"{self.metrics} was damaged or edited ({line}): restore it from a copy.")
         return [row for row in rows if row is not None]
 
     def _rows(self) -> list[dict[str, Any] | None]:
@@ -202,9 +200,9 @@ def intact(path: Path, remedy: str) -> Iterator[None]:
 def _explained(path: Path) -> Iterator[None]:
     try:
         yield
-    except RunFolderError:
-        raise
     except OSError as error:
+        if isinstance(error, RunFolderError):
+            raise
         raise RunFolderError(
             f"{path} cannot be written or read: {why(error, path)}. Check the path, your permissions, and the space on "
             f"the disk."

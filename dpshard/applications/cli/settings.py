@@ -100,7 +100,7 @@ class TrainSettings:
                 require(value is None or (math.isfinite(value) and holds(value)), name, f"it must be {range_}")
         for name, other in _NEEDS.items():
             given = getattr(self, name) is None or getattr(self, other) is not None
-            require(given, name, f"it is for {other}: give both, or neither")
+            require(given, name, f"it is for --{other.replace('_', '-')}: give both, or neither")
         known = self.model in MODELS or user_code.is_path(self.model)
         require(known, "model", f"choose one of {list(MODELS)}, or name a function of yours, package.module:function")
         fractions = self.test_fraction + self.validation_fraction

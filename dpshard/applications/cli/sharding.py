@@ -74,10 +74,8 @@ def _wrapped(model: nn.Module, how: str, device: torch.device) -> nn.Module:
     if how == "ddp":
         return DistributedDataParallel(model, device_ids=None if device.type == "cpu" else [device.index])
     world = dist.get_world_size()
-    if how == "fsdp2":
-        mesh = init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
-    else:
-        mesh = init_device_mesh(device.type, _replicas(world), mesh_dim_names=("replicate", "shard"))
+    sizes, names = ((world,), ("shard",)) if how == "fsdp2" else (_replicas(world), ("replicate", "shard"))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=names)
     for module in list(model.modules()):
         if isinstance(module, nn.ModuleList):  # transformer blocks
             for block in module:
@@ -114,14 +112,9 @@ def _deepspeed_engine(model: nn.Module, stage: int, device: torch.device, optimi
     """Return the DeepSpeedEngine of `model`, in float32, at ZeRO `stage`."""
     deepspeed = _deepspeed(device)
     # See docs/sharding-deepspeed.md. Only samplers and counters use the size of a micro-batch.
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 1,
-        "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": stage},
-        "zero_allow_untested_optimizer": True,
-        "steps_per_print": 2**62,
-    }
+    config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
+    config |= {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}, "steps_per_print": 2**62}
+    config |= {"zero_allow_untested_optimizer": True}
     trained = [p for p in model.parameters() if p.requires_grad]
     return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]
 

@@ -143,15 +143,11 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         engine = run.engine
         verb = f"Resuming after step {engine.step} of" if resumed else "Training for"
         where = f"{run.device.type}" if ranks.alone else f"{ranks.size} x {run.device.type}, {settings.shard}"
-        console.out.print(
-            f"{verb} {engine.steps} steps on {engine.mechanism.sample_size} samples ({where}): "
-            f"sigma = {engine.noise_multiplier:.4g}, run folder {folder.path}"
-        )
+        what = f"{engine.steps} steps on {engine.mechanism.sample_size} samples ({where})"
+        console.out.print(f"{verb} {what}: sigma = {engine.noise_multiplier:.4g}, run folder {folder.path}")
         if not run.train(folder, checkpoints, console.out):
-            console.out.print(
-                f"Stopped after step {engine.step} of {engine.steps}, epsilon = {rounded_up(engine.epsilon())} is "
-                f"spent. Resume with: dpshard train --resume {folder.path}"
-            )
+            spent = f"step {engine.step} of {engine.steps}, epsilon = {rounded_up(engine.epsilon())} is spent"
+            console.out.print(f"Stopped after {spent}. Resume with: dpshard train --resume {folder.path}")
             raise typer.Exit(console.INTERRUPTED)
         with console.out.status("scoring the test split, drawing plots ..."):
             weights, scores = run.sharded.weights(), {"before": before, "after": run.score(samples.test)}

@@ -14,8 +14,8 @@ import math
 import signal
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -70,10 +70,8 @@ class Run:
 
     def checkpointer(self, folder: RunFolder) -> Checkpointer:
         """Return the Checkpointer of this run in `folder`."""
-        settings = _Unchanged(folder, self.settings)
-        return Checkpointer(
-            folder.checkpoints, self.engine, self.sharded.optimizer, scheduler=self.scheduler, settings=settings
-        )
+        others = {"scheduler": self.scheduler, "settings": _Unchanged(folder, self.settings)}
+        return Checkpointer(folder.checkpoints, self.engine, self.sharded.optimizer, **others)
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
         """Take the steps that are left or in budget; return False if a signal stopped the run."""
@@ -82,7 +80,9 @@ class Run:
         with blocked_signals():  # worker processes inherit the block
             batches = engine.batches(self.data.train, settings.micro_batch_size, num_workers=settings.num_workers)
         progress = TrainingProgress(console, engine, score_every)
-        with self._metrics_file(folder) as append, stop_requests() as stops, progress:
+        nowhere = nullcontext(lambda row: None)
+        metrics = folder.append_metrics(after_step=engine.step) if self.ranks.first else nowhere
+        with metrics as append, stop_requests() as stops, progress:
             started = time.perf_counter()
             for logical_batch in batches:
                 row = {"step": logical_batch.step + 1, "learning_rate": self.scheduler.get_last_lr()[0]}
@@ -107,18 +107,13 @@ class Run:
                 started = time.perf_counter()
         return True
 
-    def _metrics_file(self, folder: RunFolder) -> AbstractContextManager[Callable[[Mapping[str, Any]], None]]:
-        if self.ranks.first:
-            return folder.append_metrics(after_step=self.engine.step)
-        return nullcontext(lambda row: None)
-
     def take_step(self, logical_batch: Any) -> float:
         """Take one step; return the mean of finite losses, or NaN without any."""
         model = self.sharded.model
         model.train()
         for x, y, *weights in logical_batch:
-            key = (self.settings.seed, logical_batch.step, logical_batch.position, *self._number)
-            torch.manual_seed(draw_seed(*key))
+            own = () if self.ranks.first else (self.ranks.rank,)  # for other dropout on each rank
+            torch.manual_seed(draw_seed(self.settings.seed, logical_batch.step, logical_batch.position, *own))
             losses = sample_losses if self.data.objective is None else self.data.objective.losses
             losses_B = losses(model(x.to(self.device)), y.to(self.device))
             for weight_B in weights:  # of rows of units
@@ -129,10 +124,6 @@ class Run:
         self.scheduler.step()
         return self.engine.metrics().get("loss", math.nan)
 
-    @property
-    def _number(self) -> tuple[int, ...]:
-        return () if self.ranks.first else (self.ranks.rank,)  # for other dropout on each rank
-
     def score(self, split: Any) -> dict[str, float]:
         """Return loss and accuracy of a split per sample, or per token with perplexity; {} if empty.
 
@@ -142,13 +133,13 @@ class Run:
             return {}
         if self.data.kind is Kind.NUMBERS:
             return self._score_numbers(split)
-        loss, right, count = 0.0, 0, 0
+        sums = torch.zeros(3, dtype=torch.float64)  # of losses, right answers, and 1
         for logits, y in self._outputs(split):
             logits, y = logits.flatten(0, -2), y.flatten()
-            loss += float(F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED))
-            right += int((logits.argmax(1) == y).sum())
-            count += int((y != IGNORED).sum())
-        loss, right, count = (sum(values) for values in zip(*self.ranks.gather((loss, right, count)), strict=True))
+            loss = F.cross_entropy(logits, y, reduction="sum", ignore_index=IGNORED)
+            right, count = (logits.argmax(1) == y).sum(), (y != IGNORED).sum()
+            sums += torch.tensor([float(loss), float(right), float(count)], dtype=torch.float64)
+        loss, right, count = sum(self.ranks.gather(sums)).tolist()  # type: ignore[union-attr]
         scores = {"loss": loss / max(1, count), "accuracy": right / max(1, count)}
         if self.data.kind is Kind.LANGUAGE:
             scores["perplexity"] = float(torch.tensor(scores["loss"]).exp())

@@ -304,5 +304,5 @@ def test_a_column_of_units_needs_a_table(tmp_path):
         load(resolve({"data": str(image_folder(tmp_path / "images")), "group_column": "user"}))
     with pytest.raises(ConfigurationError, match="--data"):
         resolve({"group_column": "user"})
-    with pytest.raises(ConfigurationError, match="group_column"):
+    with pytest.raises(ConfigurationError, match="--group-column"):
         resolve({"rows_per_unit": 3})
