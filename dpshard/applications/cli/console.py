@@ -1,4 +1,4 @@
-"""Terminal output: progress bars, and errors and warnings on one line each."""
+"""Terminal output."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ INTERRUPTED = 130
 
 
 class OneLineErrors(TyperGroup):
-    """A command group that prints each error and warning on one line."""
+    """Prints each error and warning on one line."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Keep the arguments as `ctx.obj`: ranks that a command starts get the same."""
+        """Keep the arguments for ranks that a command starts."""
         ctx.obj = list(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run the command; print a refusal on stderr and exit with code 2; let bugs pass."""
+        """Run the command; a refusal is one line, and exit code 2."""
         # absl logs a warning for each Renyi order that dp-accounting skips.
         logging.getLogger("absl").setLevel(logging.ERROR)
         with warnings.catch_warnings():
@@ -73,15 +73,12 @@ class Advance(Protocol):
     """Function that advances a progress bar by one step."""
 
     def __call__(self, description: str | None = None, *, total: int | None = None) -> None:
-        """Advance the bar; replace its `description` and `total` if given."""
+        """Advance the bar."""
 
 
 @contextmanager
 def progress(description: str, total: int | None, *, speaking: bool = True) -> Iterator[Advance]:
-    """Yield a function that advances a bar over `total` steps (None: unknown).
-
-    The bar shows only on a terminal, and only if `speaking`.
-    """
+    """Yield a function that advances a bar, which shows only on a terminal."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("ETA"))
     hidden = not (speaking and err.is_terminal)
     bar = Progress(*columns, TimeRemainingColumn(), console=err, disable=hidden, transient=True)
@@ -97,7 +94,7 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
 
 @contextmanager
 def warnings_only_if(speaking: bool) -> Iterator[None]:
-    """Silence warnings unless `speaking`, because all ranks would repeat them."""
+    """Silence warnings unless `speaking`."""
     with warnings.catch_warnings():
         if not speaking:
             warnings.simplefilter("ignore")

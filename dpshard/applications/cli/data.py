@@ -17,7 +17,7 @@ from dpshard.errors import DataError
 from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
-"""Number of byte tokens. Token ids are the 256 bytes, then BEGIN and PAD: a public vocabulary."""
+"""Byte tokens; then come BEGIN and PAD."""
 BEGIN, PAD = BYTES, BYTES + 1
 VOCABULARY = BYTES + 2
 MASK = VOCABULARY
@@ -30,7 +30,7 @@ ROWS_PER_UNIT = 8
 """Rows of a unit in a step, unless the settings say otherwise."""
 
 SPLIT_SEED = 0
-"""Every run holds out the same samples, because no run may tune on them."""
+"""Every run holds out the same samples."""
 
 
 class Kind(Enum):
@@ -53,19 +53,19 @@ class Data:
     test: Dataset[Any]
     kind: Kind
     sample: str
-    """One protected sample in the privacy statement, such as "one image"."""
+    """The protected unit, such as "one image"."""
     classes: int = VOCABULARY
     """Classes, or tokens."""
     guessing: float | None = None
-    """Share of the commonest class in the test samples; None without classes."""
+    """Share of the commonest class in the test samples."""
     numbers: int = 0
     """Leading features that are scaled numbers, of a table."""
     objective: Any = None
     """An Objective of a table; None: the cross-entropy of each sample."""
     fitted: Any = None
-    """What the run knows of the columns of a table (`tables.Fitted`)."""
+    """`tables.Fitted` of a table."""
     rows_per_unit: int = 1
-    """Rows of a training sample that is a unit; those of other splits are single rows."""
+    """Rows of a training unit; those of other splits are single."""
 
     def example(self) -> Any:
         """Return x of a training row."""
@@ -81,10 +81,7 @@ def splits(
     groups: Sequence[Any] | None = None,
     **facts: Any,
 ) -> Data:
-    """Split `dataset` at random by SPLIT_SEED into the settings' fractions.
-
-    `labels` are [N] or None; `groups` are the unit of each row, or None. A unit is in one split, with all of its rows.
-    """
+    """Split `dataset` by SPLIT_SEED, with `labels` [N], and the unit of each row in `groups`, which stays whole."""
     of_units = parts(len(dataset), settings, groups)
     own = of_units.rows
     if labels is not None and len(own["test"]) > 0:
@@ -132,7 +129,7 @@ def tokens(text: str, length: int) -> Tensor:
 
 
 def unlabelled(texts: Sequence[str], settings: TrainSettings, **facts: Any) -> Data:
-    """Return the splits of `texts`, one row each, for the objective of the settings; `facts` are those of `splits`."""
+    """Return the splits of `texts`; `facts` are those of `splits`."""
     if settings.objective == "masked":
         return splits(masked(texts, settings), settings, kind=Kind.MASKED, classes=VOCABULARY + 1, **facts)
     return splits(language(texts, settings), settings, kind=Kind.LANGUAGE, **facts)
@@ -145,7 +142,7 @@ def language(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
 
 
 def masked(texts: Sequence[str], settings: TrainSettings) -> TensorDataset:
-    """Return each text with 15% of its bytes (at least one) masked, and these bytes as targets."""
+    """Return texts with 15% of their bytes (at least one) masked, and these as targets."""
     ids = _all_tokens(texts, settings)
     own = ids < BYTES
     lots = torch.rand(ids.shape, generator=torch.Generator().manual_seed(SPLIT_SEED)).masked_fill(~own, 2)

@@ -1,4 +1,4 @@
-"""The user's data: image folders, JSON lines, CSV, TSV, Parquet, .npz, and Hugging Face data sets."""
+"""The user's files, and Hugging Face data sets."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tif
 
 
 def load(settings: TrainSettings, agree: Agree) -> Data:
-    """Read the data at `settings.data`; raise DataError if that fails."""
+    """Read the data at `settings.data`."""
     source = str(settings.data)
     option = next((name for name in ("group_column", "columns", "drop") if getattr(settings, name) is not None), None)
     if option is not None and not source.startswith("hf:") and not source.endswith(TABLES):
@@ -57,7 +57,7 @@ def load(settings: TrainSettings, agree: Agree) -> Data:
 
 
 class Images(Dataset[tuple[Tensor, int]]):
-    """Images [3, size, size] in [0, 1] of files, or of a `column` of rows, with class numbers; decoded at access."""
+    """Images [3, size, size] in [0, 1] with class numbers, decoded at access."""
 
     def __init__(self, images: Any, labels: Tensor, size: int, column: str | None = None) -> None:
         self.images, self.labels, self.size, self.column = images, labels.tolist(), size, column
@@ -108,7 +108,7 @@ Row = Mapping[str, Any]
 
 
 def _frame(rows: Mapping[str, Row]) -> DataFrame:
-    """Return rows as a table; the keys are the places of the rows, such as "line 7"."""
+    """Return rows as a table; the keys are places, such as "line 7"."""
     require("pandas", "train", "a table")
     import pandas
 

@@ -1,4 +1,4 @@
-"""The final report of a run: results, and the exact privacy guarantee."""
+"""The final report of a run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Rows = list[tuple[str, ...]]
 
 
 def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
-    """Return the report as plain values; `scores` are of the test split, "before" and "after"."""
+    """Return the report as plain values."""
     data, engine, mechanism, settings = run.data, run.engine, run.engine.mechanism, run.settings
     sampling, samples, correlation = mechanism.sampling, mechanism.sample_size, mechanism.noise_correlation
     if sampling == "poisson":
@@ -88,13 +88,13 @@ def show(console: Console, folder: RunFolder, report: Mapping[str, Any]) -> None
 
 
 def rows(report: Mapping[str, Any]) -> list[Rows]:
-    """Return names and values of the results, of the guarantee, and of the mechanism."""
+    """Return rows of the results, the guarantee and the mechanism."""
     parts = rendered("rows", r=report).split("\n\n")
     return [[tuple(line.split(": ", 1)) for line in part.splitlines()] for part in parts]
 
 
 def rendered(name: str, filters: Mapping[str, Any] | None = None, **values: Any) -> str:
-    """Return a template, filled; raise ValueError if the report lacks a value."""
+    """Return a template, filled."""
     import jinja2
 
     environment = jinja2.Environment(

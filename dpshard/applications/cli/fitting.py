@@ -22,14 +22,11 @@ LARGEST_TABLE_BATCH, TABLE_STEPS = 4096, 300
 TABLE_RATES = {Kind.FEATURES: 0.03, Kind.NUMBERS: 0.01}
 """Of adamw, as in docs/tables.md."""
 LARGEST_PRETRAINING_BATCH = 4096
-"""Final expected batch size of pre-training on data with over four times as many samples."""
+"""Of pre-training on data with over four times as many samples."""
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
-    """Return `settings` with defaults of model, batch size, optimizer and learning rate, and bands, for `data`.
-
-    Raises ConfigurationError if the model does not fit the data, or a batch is larger than the data set.
-    """
+    """Return `settings` without gaps: model, batch size, optimizer, learning rate, and bands."""
     samples = size(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:
         raise ConfigurationError(
@@ -59,7 +56,6 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
 
 
 def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) -> TrainSettings:
-    """Return `settings` with the number that `dpshard account --bands auto` chooses."""
     earlier = () if data.fitted is None else data.fitted.earlier
     run = correlated.parse(
         SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier),
@@ -76,6 +72,5 @@ def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) ->
 
 
 def _growing(samples: int, steps: int) -> str:
-    """Return DP-BERT's batches, scaled down to `samples`, as --phases."""
     recipe = DP_BERT.scaled(steps=steps, last_batch=min(LARGEST_PRETRAINING_BATCH, max(1, samples // 4)))
     return ",".join(f"{size}x{count}" for size, count in recipe.engine_settings()["batch_size"])

@@ -41,7 +41,7 @@ def _finite(value: Any) -> Any:
 
 
 class Names(yaml.SafeLoader):
-    """Reads words as texts that YAML 1.1 takes for booleans, except true and false."""
+    """Reads yes, no, on and off as texts."""
 
 
 Names.yaml_implicit_resolvers = {
@@ -63,10 +63,7 @@ def parse_weights(text: str | None) -> dict[str, float]:
 
 
 def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
-    """Return the mapping in a YAML file; raise ConfigurationError if it is unreadable or not a mapping.
-
-    Keys are settings, so "-" becomes "_", or `names` that stay; there yes, no, on and off are names, too.
-    """
+    """Return the mapping in a YAML file. Keys are settings, or `names` that stay; there yes and no are names, too."""
     try:
         content = yaml.load(path.read_text("utf-8"), Names if names else yaml.SafeLoader)  # both are safe
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -78,7 +75,7 @@ def read_yaml(path: Path, *, names: bool = False) -> dict[str, Any]:
 
 
 def parse_phases(text: str) -> list[tuple[int, int]]:
-    """Parse "128x50,512x100" as [(128, 50), (512, 100)]: batch size and steps of each phase."""
+    """Parse "128x50,512x100" as [(128, 50), (512, 100)]."""
     try:
         return [(int(size), int(steps)) for size, steps in (phase.split("x") for phase in text.split(","))]
     except ValueError as error:

@@ -1,9 +1,9 @@
 """Launcher of the ranks of a sharded run.
 
 [Note: Who reports an error]
-When a rank fails, other ranks lose their connections and fail, too. Only the first prints the error (world.py); for a
-killed rank the launcher does. The launcher ends ranks that hang after a failure. Ranks have sessions of their own, so
-only the launcher gets Ctrl-C. It forwards the signal to all ranks; they agree on a last step, save, and stop.
+When a rank fails, the others lose their connections and fail, too. Only the first prints its error (world.py); for a
+killed rank the launcher does, and it ends ranks that hang. Ranks have sessions of their own: the launcher forwards
+Ctrl-C, and they agree on a last step.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from dpshard.applications.cli import console
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 STORE = "DPSHARD_STORE"
-"""Environment variable: path of the file through which ranks of `start` connect."""
+"""Environment variable: the file through which ranks connect."""
 LIFELINE = "DPSHARD_LIFELINE"
-"""Environment variable: a file descriptor that closes when the launcher ends."""
+"""Environment variable: a descriptor that closes with the launcher."""
 LOST = 75
-"""Exit code of a rank that lost a connection, and so did not cause the error."""
+"""Exit code of a rank that lost a connection."""
 PATIENCE = 20.0
 """Seconds that other ranks have to end after a failure."""
 

@@ -1,4 +1,4 @@
-"""Models: small networks for the embedded data and first tries on user data, and the user's own."""
+"""Small networks, and the user's own."""
 
 from __future__ import annotations
 
@@ -28,10 +28,7 @@ FITTING |= {Kind.TEXT: ["text"], Kind.LANGUAGE: ["gpt", "gpt2"], Kind.MASKED: ["
 
 
 def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
-    """Build the model `name` for `data`; logits are [B, classes], or per token [B, T, classes].
-
-    Raises ConfigurationError if it does not fit the data, or has layers without per-sample gradients.
-    """
+    """Build a model with logits [B, classes], or [B, T, classes] of tokens."""
     if user_code.is_path(name):
         model = user_code.load(name)(tuple(data.example().shape), data.classes)
         if not isinstance(model, nn.Module):

@@ -1,4 +1,4 @@
-"""An option of the command line for every field of a dataclass of settings."""
+"""Options of the command line for settings."""
 
 from __future__ import annotations
 
@@ -17,17 +17,14 @@ Command = Callable[..., None]
 
 
 def with_options(command: Command) -> Command:
-    """Replace the `**flags` of a command by one option per setting of a run; None means not given."""
+    """Replace the `**flags` of a command by the settings of a run; None means not given."""
     return options_of(TrainSettings, "train", RECIPES)(command)
 
 
 def options_of(
     settings: type, section: str, recipes: Mapping[str, Mapping[str, Any]] | None = None
 ) -> Callable[[Command], Command]:
-    """Return a decorator that replaces the `**flags` of a command by one option per field; None means not given.
-
-    `section` of options.yaml has the help texts; `recipes` are other defaults by task.
-    """
+    """Replace the `**flags` of a command by one option per field of a section of options.yaml."""
 
     def decorated(command: Command) -> Command:
         hints, own = get_type_hints(settings), {setting.name: setting for setting in fields(settings)}

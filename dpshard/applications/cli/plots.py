@@ -66,10 +66,7 @@ def new_figure(**arguments: Any) -> Any:
 
 
 def draw(folder: RunFolder) -> list[Path]:
-    """Draw metrics.jsonl: plots/overview.png, and a picture of each panel.
-
-    Raises RunFolderError if there are no metrics yet, ConfigurationError without matplotlib.
-    """
+    """Draw plots/overview.png, and a picture of each panel."""
     rows = folder.read_metrics()
     if not rows:
         raise RunFolderError(f"{folder.metrics} is empty: the run has not finished a step yet.")
@@ -105,7 +102,7 @@ def _svg(figure: Any, name: str) -> str:
 
 
 def save(figure: Any, path: Path) -> Path:
-    """Write a picture in the format of the suffix of `path`; raise RunFolderError if that fails."""
+    """Write a picture."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=DPI)
@@ -155,7 +152,7 @@ def _points(rows: Sequence[Mapping[str, Any]], metric: str) -> tuple[list[int], 
 
 
 def styled() -> Any:
-    """Return a context with dpshard's style of figures; raise ConfigurationError without matplotlib."""
+    """Return a context with the style of figures."""
     require("matplotlib", "plots", "A plot")
     import matplotlib
 

@@ -1,4 +1,4 @@
-"""`dpshard report`: the privacy report of a finished run, as one HTML file, and as PDF."""
+"""`dpshard report`."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _pdf(page: str) -> bytes:
 
 
 def render(folder: RunFolder, *, public: bool = False, by: str | None = None) -> str:
-    """Return the page; raise RunFolderError if the run has not finished."""
+    """Return the page."""
     from dpshard.applications.cli import final_report, report_page
 
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
@@ -107,10 +107,7 @@ def render(folder: RunFolder, *, public: bool = False, by: str | None = None) ->
 
 
 def span(started: str, finished: str, *, public: bool) -> str:
-    """Return both times, or within a minute one of them and the seconds.
-
-    Without seconds, if `public`: they tell of the sizes of batches, which must stay secret.
-    """
+    """Return both times, or seconds. Seconds of a `public` page would tell of the sizes of batches."""
     first, last = (datetime.fromisoformat(moment) for moment in (started, finished))
     shown, until = (f"{moment:%Y-%m-%d %H:%M}" for moment in (first, last))
     seconds = (last - first).total_seconds()
@@ -120,7 +117,6 @@ def span(started: str, finished: str, *, public: bool) -> str:
 
 
 def _audit(folder: RunFolder) -> dict[str, Any]:
-    """Return the content of audit.json, {} without one; raise RunFolderError if it is damaged."""
     if not folder.audit.exists():
         return {}
     with intact(folder.audit, f"dpshard audit {folder.path} writes it again"):

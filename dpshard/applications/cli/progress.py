@@ -14,11 +14,7 @@ from dpshard.accounting import epsilon_of, rounded_up
 
 
 class TrainingProgress(Progress):
-    """A bar with step, loss, epsilon and its target, samples per second and remaining time.
-
-    Without a terminal, it is one line per evaluation. Computing epsilon takes a tenth of a second or more. So the bar
-    shows the epsilon of the next evaluation, an upper bound.
-    """
+    """A bar; without a terminal, a line per evaluation. Epsilon between evaluations is an upper bound."""
 
     def __init__(self, console: Console, engine: PrivacyEngine, evaluate_every: int) -> None:
         loss, spent = "loss {task.fields[loss]}", "[bold]ε {task.fields[epsilon]}[/]"
@@ -32,7 +28,7 @@ class TrainingProgress(Progress):
         self._step = self.add_task("step", epsilon=self._of_target(engine.epsilon()), **start)
 
     def show(self, row: Mapping[str, float]) -> None:
-        """Show the metrics of a step; `row` has "epsilon" only at evaluations."""
+        """Show a step; `row` has "epsilon" only at evaluations."""
         step = int(row["step"])
         spent = self._of_target(row["epsilon"]) if "epsilon" in row else f"≤ {self._of_target(self._bound(step))}"
         self._samples += row["realised_batch_size"]
@@ -44,7 +40,6 @@ class TrainingProgress(Progress):
             self.console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
-        """Return epsilon of the first evaluation at or after `step`."""
         mechanism, every = self._engine.mechanism, self._evaluate_every
         releases = mechanism.releases(math.ceil(step / every) * every)
         return epsilon_of(releases, mechanism.target_delta, mechanism.accountant)

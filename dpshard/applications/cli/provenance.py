@@ -1,7 +1,6 @@
-"""Who trained on what, when, and with which code: `dpshard train` records it, `dpshard report` shows it.
+"""Who trained on what, when, and with which code.
 
-A fingerprint of the data is an exact function of them. With all other samples, an attacker can try out the last one. So
-epsilon does not cover fingerprints, and no public page shows them.
+A fingerprint of the data lets an attacker, with all other samples, try out the last one. So no public page shows it.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ if TYPE_CHECKING:
 
 
 def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: bool) -> None:
-    """Write provenance.json at the start of a run, and add each resume; check that the data are the same.
-
-    A run that started without one stays without. Raises RunFolderError if they are not: the report would name data that
-    the model was not trained on.
-    """
+    """Write the start of a run, or add a resume, which must read the same data."""
     if resumed and not folder.provenance.exists():
         return
     found, told = fingerprint(settings, data), read(folder)
@@ -44,7 +39,7 @@ def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: b
 
 
 def author() -> dict[str, Any]:
-    """Return the time, "at", and the login name, "by"; None without one."""
+    """Return the time and the login name."""
     try:
         return {"at": _now(), "by": getpass.getuser()}
     except (KeyError, OSError, ImportError):  # no name for this number, as in some containers
@@ -52,14 +47,14 @@ def author() -> dict[str, Any]:
 
 
 def conclude(folder: RunFolder) -> None:
-    """Add when the run has finished, unless that is known."""
+    """Add when the run has finished."""
     told = read(folder)
     if told and "finished" not in told:
         write_json(folder.provenance, told | {"finished": _now()})
 
 
 def read(folder: RunFolder) -> dict[str, Any]:
-    """Return what was recorded, {} for a run of before; raise RunFolderError if it is damaged."""
+    """Return what was recorded, or {}."""
     if not folder.provenance.exists():
         return {}
     with intact(folder.provenance, "restore it from a copy, or remove it: the report will lack it"):
@@ -73,10 +68,7 @@ def read(folder: RunFolder) -> dict[str, Any]:
 
 
 def weights_digest(folder: RunFolder, recorded: str | None) -> str | None:
-    """Return SHA-256 of model.pt, in hex; None if there is no such file and none was recorded.
-
-    Raises RunFolderError if the file is another than the one that training wrote.
-    """
+    """Return SHA-256 of model.pt, which must be the `recorded` one."""
     found = file_digest(folder.model) if folder.model.exists() else None
     if None not in (found, recorded) and found != recorded:
         raise RunFolderError(
@@ -87,10 +79,7 @@ def weights_digest(folder: RunFolder, recorded: str | None) -> str | None:
 
 
 def fingerprint(settings: TrainSettings, data: Data) -> str | None:
-    """Return SHA-256 in hex of a file's bytes, of a folder's paths and files, or of the tensors; or None.
-
-    That of a file is what `sha256sum FILE` prints. None means that nothing here can be read twice.
-    """
+    """Return SHA-256 of the file, folder or tensors; None if they cannot be read twice."""
     if (found := path_digest(settings.data)) is not None:
         return found
     splits = (data.train, data.validation, data.test)
@@ -99,7 +88,7 @@ def fingerprint(settings: TrainSettings, data: Data) -> str | None:
 
 
 def path_digest(name: str | None) -> str | None:
-    """Return SHA-256 of a file's bytes, or of a folder's paths and files, in hex; None if there is neither."""
+    """Return SHA-256 of a file (as sha256sum), or of a folder's paths and files."""
     path = Path(name or "")
     if name is None or path.is_file() or not path.is_dir():
         return file_digest(path) if path.is_file() else None
@@ -108,7 +97,7 @@ def path_digest(name: str | None) -> str | None:
 
 
 def file_digest(path: Path) -> str:
-    """Return SHA-256 of a file, in hex; raise RunFolderError if it cannot be read."""
+    """Return SHA-256 of a file."""
     try:
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
@@ -117,7 +106,7 @@ def file_digest(path: Path) -> str:
 
 
 def commit(folder: Path) -> str | None:
-    """Return the git commit of the repository at `folder`, "+ changes" if files differ from it; None without one."""
+    """Return the git commit, "+ changes" if files differ from it."""
     options = ["--always", "--abbrev=40", "--exclude=*", "--dirty= + changes"]
     command = ["git", "-C", str(folder), "describe", *options]
     try:

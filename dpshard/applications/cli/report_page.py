@@ -1,4 +1,4 @@
-"""What report.html.jinja computes with: odds from epsilon and delta, rounded against us."""
+"""Odds for report.html.jinja, rounded against us."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from dpshard.accounting import rounded_up
 from dpshard.accounting.risk import RARELY, Pair, belief, found_records, mostly_below, rarely_above, right_guesses
 
 BANDS = (("strong", 1.0), ("reasonable", 10.0), ("weak", math.inf))
-"""Names and largest epsilons of the bands of Ponomareva et al. 2023, "How to DP-fy ML", arXiv:2303.00654, Sec. 5.2."""
+"""Of Ponomareva et al. 2023, "How to DP-fy ML", arXiv:2303.00654, Sec. 5.2."""
 SCALE = (0.1, 100.0)
-"""Epsilons at the ends of the scale, which is logarithmic."""
+"""Ends of the logarithmic scale."""
 
 
 def strength(epsilon: float) -> dict[str, str]:
@@ -25,10 +25,9 @@ def strength(epsilon: float) -> dict[str, str]:
 
 
 def odds(privacy: Mapping[str, Any]) -> dict[str, float]:
-    """Return bounds on an attacker; beliefs start at one half or a tenth.
+    """Return bounds on an attacker.
 
-    `of_two` is delta for two records. A third data set between lacks one of the two. So P(S) <= e^eps (e^eps R(S) +
-    delta) + delta. See Dwork and Roth 2014, "The algorithmic foundations of differential privacy".
+    `of_two` is delta for two records: P(S) <= e^eps (e^eps R(S) + delta) + delta (Dwork and Roth 2014).
     """
     epsilon, delta = privacy["epsilon"], privacy["delta"]
     recorded = [Pair(*pair) for pair in privacy.get("profile", ()) if pair[0] is not None]
@@ -67,7 +66,7 @@ def of_100(share: float) -> str:
 
 
 def odds_after(loss: float, prior: float) -> str:
-    """Return the belief after a result, with odds: 80% (4 to 1), 40% (1 to 1.5). Odds against are rounded down."""
+    """Return the belief after a result: 80% (4 to 1), 40% (1 to 1.5)."""
     share, ratio = percent(belief(loss, prior)), math.exp(min(loss, 700)) * prior / (1 - prior)
     if ratio < 1:
         return f"{share} (1 to {math.floor(10 / ratio + 1e-9) / 10:g})"

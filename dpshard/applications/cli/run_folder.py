@@ -1,10 +1,8 @@
-"""A run on disk: settings, metrics, checkpoints, plots and the report; a killed run can resume.
+"""A run on disk; a killed run can resume.
 
 [Note: What survives kill -9]
-Files that a resumed run reads are written under another name, flushed to the disk, and renamed. metrics.jsonl grows by
-one line per step. After a kill it may be ahead of the last checkpoint, or end in half a line. So resuming cuts it back
-to the checkpoint. Nothing private depends on it: damaged lines are dropped, and a missing file starts anew. The steps
-between are computed again with the same samples. With the same sums, they cost no budget (dpshard/noise/digest.py).
+Files that a resumed run reads are replaced atomically. metrics.jsonl may be ahead of the last checkpoint, or end in
+half a line. So resuming cuts it back. The steps between are computed again: with the same sums, they cost no budget.
 """
 
 from __future__ import annotations
@@ -27,7 +25,7 @@ from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
 LOCK = ".lock"
-"""Name of the file that a process holds while it trains in a folder."""
+"""Locked while a process trains in a folder."""
 
 
 class RunFolder:
@@ -47,7 +45,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path | None, settings: TrainSettings) -> RunFolder:
-        """Create `path`, or runs/TASK-DATE-TIME; raise RunFolderError if it is taken or unwritable."""
+        """Create `path`, or runs/TASK-DATE-TIME."""
         path = path or Path("runs") / f"{settings.task}-{datetime.now():%Y%m%d-%H%M%S}"
         folder = cls(path)
         if path.exists() and not path.is_dir():
@@ -64,12 +62,12 @@ class RunFolder:
         return folder
 
     def keep_columns(self, fitted: Any) -> None:
-        """Write what the run knows of the columns of its table (`tables.Fitted`), or nothing for None."""
+        """Write facts of a table's columns."""
         if fitted is not None:
             write_json(self.columns, fitted.plain())
 
     def read_columns(self) -> dict[str, Any]:
-        """Return what `keep_columns` wrote; raise RunFolderError if it is missing or damaged."""
+        """Return what `keep_columns` wrote."""
         remedy = "restore it from a copy: other bounds would be a second release"
         with intact(self.columns, remedy):
             if not self.columns.is_file():
@@ -83,7 +81,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the run at `path`; raise RunFolderError without one."""
+        """Return the run at `path`."""
         folder = cls(path)
         if not folder.config.is_file():
             raise RunFolderError(
@@ -100,7 +98,7 @@ class RunFolder:
 
     @contextmanager
     def locked(self, *, by_children: bool = False) -> Iterator[None]:
-        """Keep other processes from training in this folder; `by_children`, until commands begun meanwhile end, too."""
+        """Keep others from this folder; `by_children`, until they have ended, too."""
         with _explained(self.path):
             lock = (self.path / LOCK).open("w")
         with lock:
@@ -112,7 +110,7 @@ class RunFolder:
             yield
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Return the complete lines of metrics.jsonl; raise RunFolderError for one without a step."""
+        """Return the complete lines of metrics.jsonl."""
         rows = self._rows()
         if None in rows:
             line = f"line {rows.index(None) + 1} has no step"
@@ -126,10 +124,7 @@ class RunFolder:
 
     @contextmanager
     def append_metrics(self, *, after_step: int) -> Iterator[Callable[[Mapping[str, Any]], None]]:
-        """Cut the metrics back to the first `after_step` steps, and yield a function that appends a row.
-
-        Warns of damaged lines and drops them. Each row is flushed at once, so it survives a kill of this process.
-        """
+        """Cut the metrics back to `after_step` steps, and yield a function that appends and flushes a row."""
         rows = [row for row in self._rows() if row is not None] if self.metrics.exists() else []
         if len({row["step"] for row in rows}) < after_step:
             warnings.warn(
@@ -157,10 +152,7 @@ def write_json(path: Path, figures: Any, *, public: bool = False) -> None:
 
 
 def write_atomically(path: Path, content: bytes, *, public: bool = False) -> None:
-    """Replace `path` by `content`; a power cut leaves the old file or the new one.
-
-    Only the user may read it, unless `public`.
-    """
+    """Replace `path`; a power cut leaves the old file or the new one. Only the user may read it, unless `public`."""
     # Per process, because two may write one file at once.
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):

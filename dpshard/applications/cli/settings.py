@@ -1,4 +1,4 @@
-"""Settings of a training run, from defaults, a YAML file and flags; options.yaml says what each means."""
+"""Settings of a training run; options.yaml says what each means."""
 
 from __future__ import annotations
 
@@ -25,10 +25,7 @@ MAY_CHANGE = ("shard", "nproc")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSettings:
-    """All settings of a run; its folder keeps them, and they must not change.
-
-    The field names are the keys of the YAML file.
-    """
+    """All settings of a run, which must not change; the names are those of the YAML file."""
 
     task: Literal["digits", "pydoc", "data"] = "digits"
     data: str | None = None
@@ -120,7 +117,7 @@ class TrainSettings:
         return self.batch_size if self.phases is None else parse_phases(self.phases)
 
     def mechanism(self) -> dict[str, Any]:
-        """Return the arguments of PrivacyEngine, except model and sample size."""
+        """Return the arguments of PrivacyEngine."""
         from dpshard.applications.cli.correlated import correlation_of  # these import numpy and torch: slow for --help
         from dpshard.clipping.thresholds import QuantileTracking
 
@@ -138,11 +135,7 @@ class TrainSettings:
 
 
 def resolve(*layers: Mapping[str, Any]) -> TrainSettings:
-    """Return the settings of the task's recipe, overridden by each layer in turn.
-
-    A setting clears excluded ones of the layers below, such as steps clears epochs. Raises ConfigurationError for
-    unknown keys and values of the wrong type.
-    """
+    """Return the settings of the task's recipe, overridden by each layer; a setting clears those that it excludes."""
     hints = get_type_hints(TrainSettings)
     for name in (name for layer in layers for name in layer):
         if name not in hints:
@@ -167,7 +160,7 @@ def _overlay(layers: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _coerce(name: str, value: Any, hint: Any) -> Any:
-    """Convert `value` to the type `hint`; YAML reads 1e-5 as text, and 3 as an int."""
+    """Convert `value`; YAML reads 1e-5 as text, and 3 as an int."""
     if value is None and NoneType in get_args(hint):
         return None
     if get_origin(hint) is Literal:

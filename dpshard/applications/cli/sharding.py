@@ -33,13 +33,13 @@ class Sharded:
     step: Callable[[], None]
     """Takes a step, and drops the gradients."""
     weights: Callable[[], dict[str, Any]]
-    """Returns whole parameters and buffers on rank 0; all ranks must call it."""
+    """On rank 0; all ranks must call it."""
     parameters: int
     """Trained elements."""
 
 
 def shard(model: nn.Module, settings: TrainSettings, device: torch.device) -> Sharded:
-    """Wrap `model`, which must be equal on all ranks; raise ConfigurationError if their number does not suit."""
+    """Wrap `model`, which must be equal on all ranks."""
     count, how = sum(p.numel() for p in model.parameters() if p.requires_grad), settings.shard
     if how.startswith("deepspeed"):
         engine = _deepspeed_engine(model, int(how[-1]), device, make_optimizer(model, settings))
@@ -109,7 +109,6 @@ def require_deepspeed() -> None:
 
 
 def _deepspeed_engine(model: nn.Module, stage: int, device: torch.device, optimizer: Optimizer) -> Any:
-    """Return the DeepSpeedEngine of `model`, in float32, at ZeRO `stage`."""
     deepspeed = _deepspeed(device)
     # See docs/sharding-deepspeed.md. Only samplers and counters use the size of a micro-batch.
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
@@ -120,7 +119,6 @@ def _deepspeed_engine(model: nn.Module, stage: int, device: torch.device, optimi
 
 
 def _zero_weights(model: nn.Module) -> dict[str, Any]:
-    """Return whole parameters and buffers on rank 0, gathered one by one."""
     import deepspeed
 
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Tables as the data of a run: rows of text, or rows of encoded columns.
+"""Tables as the data of a run.
 
 [Note: Bounds of a run]
-Private bounds are a release. So the first process draws them once, from the training rows, and the run folder keeps
-them. Other processes and resumed runs read them there.
+Private bounds are a release. So the first process draws them once, from the training rows. Other processes and resumed
+runs read them in the run folder.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ class Fitted:
 
     encoder: Encoder
     target: Column | None
-    """Facts of the label: bounds of a number, or names of classes in the order of the outputs; or None."""
+    """Facts of the label: bounds, or classes in the order of the outputs."""
     earlier: Counts
     weights: tuple[float, ...] | None = None
-    """Weights of classes by private counts, for --class-weights balanced."""
+    """Of classes, by private counts."""
 
     def plain(self) -> dict[str, Any]:
         """Return the content as plain JSON."""
@@ -70,14 +70,14 @@ def _column(facts: Mapping[str, Any]) -> Column:
 
 
 MANY_CLASSES = 20
-"""Classes above which more than one for each two rows are refused, unless --columns names them."""
+"""Classes above which more than one for each two rows are refused."""
 
 Agree = Callable[[Callable[[], Fitted]], Fitted]
-"""Returns what the function makes, or what the run has already; see [Note: Bounds of a run]."""
+"""See [Note: Bounds of a run]."""
 
 
 def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) -> Data:
-    """Return the data of a table, whose index names the place of each row; raise DataError without showing a cell."""
+    """Return the data of a table, whose index names places; no error shows a cell."""
     text, label = settings.text_column, settings.label_column
     if frame.empty:
         raise DataError(f"The data set is empty: {source} has no row.")
@@ -159,7 +159,6 @@ def _fitted(
     classes: tuple[Tensor, list[str]] | None,
     settings: TrainSettings,
 ) -> Fitted:
-    """Return facts of columns; private bounds and counts are those of the training `rows`."""
     encoder = Encoder.of(cells, given)
     scale = settings.feature_scale
     if scale is not None:
@@ -200,7 +199,6 @@ def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> f
 
 
 def _classes(labels: list[Any], target: Column | None) -> tuple[Tensor, list[str]]:
-    """Return class numbers [N], and names of the classes; public names come from `target`."""
     names = list(target.names) if target is not None and target.names else []
     if names:
         number = {name: index for index, name in enumerate(names)}
@@ -221,7 +219,6 @@ def _classes(labels: list[Any], target: Column | None) -> tuple[Tensor, list[str
 
 
 def _weighted(names: list[str], fitted: Fitted, settings: TrainSettings) -> Classes:
-    """Return the objective of the classes, with public weights or those of private counts."""
     if settings.class_weights == BALANCED:
         return Classes(len(names), fitted.weights)
     weights = parse_weights(settings.class_weights)
@@ -241,7 +238,6 @@ def class_numbers(labels: Sequence[Any]) -> tuple[Tensor, int]:
 
 
 def _groups(frame: DataFrame, column: str, source: str) -> list[Any]:
-    """Return the unit of every row."""
     if column not in frame.columns:
         raise DataError(f"{source} has no column {column!r}, but {listed(frame)}: see --group-column.")
     cells = [cell.strip() if isinstance(cell, str) else cell for cell in _complete(frame, column, source)]
@@ -255,7 +251,6 @@ def _groups(frame: DataFrame, column: str, source: str) -> list[Any]:
 
 
 def _complete(frame: DataFrame, column: str, source: str, *, blank: bool = True) -> list[Any]:
-    """Return the cells of a column; raise DataError at a missing one, and at a blank one unless `blank`."""
     absent = frame[column].isna().to_numpy()
     if not blank:
         absent = absent | np.array([isinstance(cell, str) and not cell.strip() for cell in frame[column]])

@@ -1,4 +1,4 @@
-"""The data of a run: sets that ship with Python and scikit-learn, or the user's files."""
+"""The data of a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from dpshard.errors import ConfigurationError, DataError
 
 
 def load(settings: TrainSettings, agree: Callable[[Callable[[], Any]], Any] = lambda fit: fit()) -> Data:
-    """Return the data of a run; raise DataError if they cannot be read, or `train` is empty.
-
-    `agree` gets a function that fits the columns of a table. It returns what all processes use, or the run has already.
-    """
+    """Return the data of a run; `agree` is that of tables.py."""
     if settings.task == "digits":
         data = _digits(settings)
     elif settings.task == "pydoc":

@@ -58,10 +58,7 @@ def command(
 
 
 def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> tuple[TrainSettings, RunFolder | None]:
-    """Return the settings in `config`, or of `run`, changed by `flags`.
-
-    Raises ConfigurationError if a run comes with settings that must not change.
-    """
+    """Return the settings in `config`, or of `run`, changed by `flags`."""
     given = {name: value for name, value in flags.items() if value is not None}
     if run is None:
         return resolve(read_yaml(config) if config else {}, given), None
@@ -76,7 +73,7 @@ def chosen(config: Path | None, flags: Mapping[str, Any], run: Path | None) -> t
 
 
 def in_other_processes(settings: TrainSettings, context: typer.Context) -> None:
-    """Run the same command in the processes that the settings ask for, and exit; return if they ask for none."""
+    """Run the same command in ranks, and exit; return if none are asked for."""
     if settings.shard.startswith("deepspeed"):
         from dpshard.applications.cli import sharding
 
@@ -98,7 +95,7 @@ def processes(settings: TrainSettings) -> int:
 
 @contextmanager
 def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks]]:
-    """Yield the settings with the device, and all ranks of the run; raise ConfigurationError if they disagree."""
+    """Yield the settings with the device, and all ranks."""
     with console.out.status("loading ..."):
         from dpshard.applications.cli import training, world
 
@@ -157,7 +154,6 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
 
 
 def _agreement(folder: RunFolder | None, ranks: Ranks) -> Callable[[Callable[[], Any]], Any]:
-    """Return what fits the columns of a table once a run; see [Note: Bounds of a run] in tables.py."""
     from dpshard.applications.cli.tables import Fitted
 
     if folder is None:

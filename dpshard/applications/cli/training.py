@@ -1,11 +1,9 @@
-"""A training run of data, model, engine and optimizer, which can stop and resume at any step.
+"""A training run, which can stop and resume at any step.
 
 [Note: Bit for bit]
-A step is a function of the state at its start. Run secret and step are the key of the batch; with the sums, they are
-the key of the noise. Seed, step and micro-batch seed PyTorch's draws in forward (dropout). So checkpoints need no
-generator states, and a resumed run repeats steps exactly. On other ranks it does not: other rows share a micro-batch,
-so sums round otherwise, and dropout differs. Those steps are second releases. The checkpoints' journal records them,
-and the ledger counts both.
+Run secret and step key the batch; with the sums, they key the noise. Seed, step and micro-batch seed dropout. So a
+resumed run repeats steps exactly. On other ranks it does not: sums round otherwise, and dropout differs. Those steps
+are second releases, which the journal records and the ledger counts.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class Run:
     def prepare(
         cls, settings: TrainSettings, data: Data, ranks: Ranks, wrap: Callable[[nn.Module], nn.Module] = lambda m: m
     ) -> Run:
-        """Return a run of the wrapped model before its first step, with settings fitted to the data."""
+        """Return a run before its first step."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         sharded = shard(wrap(build_model(settings, data, device, ranks)), settings, device)
         facts: dict[str, Any] = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
@@ -74,7 +72,7 @@ class Run:
         return Checkpointer(folder.checkpoints, self.engine, self.sharded.optimizer, **others)
 
     def train(self, folder: RunFolder, checkpoints: Checkpointer, console: Console) -> bool:
-        """Take the steps that are left or in budget; return False if a signal stopped the run."""
+        """Take the steps that are left or in budget; return False if a signal stopped them."""
         engine, settings = self.engine, self.settings
         score_every = math.ceil(engine.steps / settings.evaluations)
         with blocked_signals():  # worker processes inherit the block
@@ -108,7 +106,7 @@ class Run:
         return True
 
     def take_step(self, logical_batch: Any) -> float:
-        """Take one step; return the mean of finite losses, or NaN without any."""
+        """Take one step; return the mean of finite losses."""
         model = self.sharded.model
         model.train()
         for x, y, *weights in logical_batch:
@@ -125,10 +123,7 @@ class Run:
         return self.engine.metrics().get("loss", math.nan)
 
     def score(self, split: Any) -> dict[str, float]:
-        """Return loss and accuracy of a split per sample, or per token with perplexity; {} if empty.
-
-        For numbers, loss, root mean square error and the share of variance that is explained (r2).
-        """
+        """Return loss and accuracy, and perplexity of tokens; of numbers, rmse and r2."""
         if size(split) == 0:
             return {}
         if self.data.kind is Kind.NUMBERS:
@@ -157,7 +152,7 @@ class Run:
         return {"loss": error / count, "rmse": rmse, "r2": 1 - error / count / variance if variance > 0 else 0.0}
 
     def _outputs(self, split: Any) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield outputs and targets of this rank's part of a split; all ranks run the model equally often."""
+        """Yield this rank's outputs and targets; all ranks run the model equally often."""
         model = self.sharded.model
         model.eval()
         own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
@@ -169,7 +164,7 @@ class Run:
 
 
 def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list[int]], list[bool]]:
-    """Return this rank's batches, and for each True if it counts; all ranks get equally many."""
+    """Return this rank's batches, equally many on all, and which of them count."""
     batches = list(BatchSampler(range(samples), batch_size, drop_last=False))
     numbers = range(ranks.rank, math.ceil(len(batches) / ranks.size) * ranks.size, ranks.size)
     return [batches[i % len(batches)] for i in numbers], [i < len(batches) for i in numbers]
@@ -177,7 +172,7 @@ def _own_batches(samples: int, batch_size: int, ranks: Ranks) -> tuple[list[list
 
 @dataclass(frozen=True)
 class _Unchanged:
-    """The settings of a run in its checkpoints; loading refuses different ones."""
+    """Refuses checkpoints of other settings."""
 
     folder: RunFolder
     settings: TrainSettings
@@ -214,7 +209,7 @@ def make_scheduler(optimizer: Optimizer, settings: TrainSettings, steps: int) ->
 
 
 def pick_device(name: str) -> torch.device:
-    """Return the device `name`, for "auto" a GPU if available; raise ConfigurationError if it cannot be used."""
+    """Return the device `name`; "auto" is a GPU if there is one."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
@@ -225,7 +220,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def own_device(settings: TrainSettings, ranks: Ranks) -> torch.device:
-    """Return the device of the settings; with several ranks, the rank's own GPU."""
+    """Return the device of the settings, or the rank's own GPU."""
     device = pick_device(settings.device)
     return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" and not ranks.alone else device
 
@@ -237,7 +232,7 @@ def draw_seed(*key: int) -> int:
 
 @contextmanager
 def blocked_signals() -> Iterator[None]:
-    """Block STOP_SIGNALS in child processes that start within, so Ctrl-C lets a step finish."""
+    """Block STOP_SIGNALS in children that start within."""
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -62,21 +62,21 @@ FIXED = (
 UNUSUAL = ("noise_multiplier", "noise", "max_batch_size", "sampling", "shard")
 """Settings that no trial changes."""
 LARGER = 1.005
-"""Factor of all noise while the bound of all candidates is above the budget."""
+"""Factor of all noise, until all candidates are within the budget."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A search, before its first trial; all of it is public."""
+    """A public plan of a search."""
 
     candidates: tuple[dict[str, Any], ...]
     """Settings of each candidate, with its noise_multiplier."""
     runs: tuple[Counts, ...]
-    """Releases of each candidate, and of a private score."""
+    """Of each candidate, and of a private score."""
     mean_runs: float
     distribution: RunsDistribution
     score_noise: float | None
-    """Noise multiplier of a private score; None for public validation samples."""
+    """Of a private score."""
     target_delta: float
 
     @property
@@ -98,10 +98,7 @@ def plan(
     distribution: RunsDistribution,
     private_validation: bool,
 ) -> Plan:
-    """Return the search over all combinations of `choices` in the settings `base`, with noise for the budget.
-
-    Raises ConfigurationError for settings that no search has, AccountingError if no noise is enough.
-    """
+    """Return the search over all combinations of `choices`, with noise for the budget."""
     search = Search(mean_runs, distribution)
     if fixed := [name for name in choices if name in FIXED]:
         raise ConfigurationError(f"--search {fixed[0]}: all trials share this setting.")
@@ -147,7 +144,6 @@ def plan(
 
 
 def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, TrainSettings]:
-    """Return the data, and settings with the noise of private bounds, which every trial draws anew."""
     # Bounds that are drawn here are thrown away; only their cost is read.
     data = load(replace(settings, statistics_noise=settings.statistics_noise or 1.0))
     if data.fitted is None or not data.fitted.earlier:
@@ -162,7 +158,6 @@ def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, T
 
 
 def _once(samples: int, budget: Mapping[str, Any]) -> SampledMechanism:
-    """Return the one release about all samples that a search of it alone may publish."""
     return calibrate(SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples), **budget)
 
 
@@ -174,7 +169,7 @@ def _mechanism(settings: TrainSettings, data: Data) -> SampledMechanism:
 
 
 def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
-    """Return a number of runs of the search's distribution; `uniform` draws from [0, 1)."""
+    """Return a number of runs; `uniform` draws from [0, 1)."""
     mean, u = float(search.mean_runs), uniform()
     if search.distribution == "geometric":
         count, log_share, log_ratio = 1, -math.log(mean), lambda k: math.log1p(-1 / mean)
@@ -191,7 +186,7 @@ def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
 
 
 class SearchFolder:
-    """Files of a search at `path`; only the report, the weights and the columns are covered by epsilon."""
+    """Files of a search; epsilon covers the report, the weights and the columns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -217,7 +212,7 @@ class SearchFolder:
 
     @classmethod
     def open(cls, path: Path) -> tuple[SearchFolder, Plan]:
-        """Return the search at `path`; raise RunFolderError without one."""
+        """Return the search at `path`."""
         folder = cls(path)
         if not folder.plan.is_file():
             raise RunFolderError(f"{path} is not the folder of a search: it has no {folder.plan.name}.")
@@ -233,7 +228,7 @@ class SearchFolder:
             path.unlink(missing_ok=True)
 
     def locked(self) -> AbstractContextManager[None]:
-        """Keep other processes from this search; a trial that outlives a killed search keeps them from it, too."""
+        """Keep others from this search, until a trial that outlives it has ended, too."""
         return RunFolder(self.path).locked(by_children=True)
 
     def trial(self, number: int) -> RunFolder:
@@ -241,7 +236,7 @@ class SearchFolder:
         return RunFolder(self.trials / f"{number:04}")
 
     def require_inputs(self, plan: Plan) -> None:
-        """Raise RunFolderError unless the data, and facts of their columns, are those that the search began with."""
+        """Raise RunFolderError if the data, or facts of their columns, have changed."""
         with intact(self.inputs, "restore it from a copy, or start a new search"):
             before = json.loads(self.inputs.read_text("utf-8"))
             changed = [name for name, found in _fingerprints(plan).items() if before[name] != found]
@@ -258,12 +253,11 @@ class SearchFolder:
 
 
 def _fingerprints(plan: Plan) -> dict[str, str | None]:
-    """Return SHA-256 of the files that all trials read; None for what is no file or folder."""
     return {name: provenance.path_digest(plan.candidates[0][name]) for name in ("data", "columns")}
 
 
 def run_trials(folder: SearchFolder, plan: Plan, jobs: int) -> None:
-    """Run what is left of the trials, `jobs` at once; raise RunFolderError if one fails."""
+    """Run what is left of the trials, `jobs` at once."""
     drawn = folder.drawn()
     run = partial(_run_trial, folder, plan)
     with ThreadPoolExecutor(jobs) as pool:
@@ -301,7 +295,7 @@ def launch_trial(arguments: list[str], log: Path) -> int:
 
 
 def conclude(folder: SearchFolder, plan: Plan) -> dict[str, Any]:
-    """Choose the best trial, write its weights and the report, and remove all trials."""
+    """Choose the best trial, and remove all."""
     drawn = folder.drawn()
     folder.require_inputs(plan)
     reports = [_require_report(folder, plan, number) for number in range(len(drawn))]
@@ -338,7 +332,6 @@ def statement(plan: Plan) -> str:
 
 
 def _require_report(folder: SearchFolder, plan: Plan, number: int) -> dict[str, Any]:
-    """Return the report of a trial; raise AccountingError unless it cost what the plan says."""
     path = folder.trial(number).report.with_suffix(".json")
     with intact(path, "resume the search"):
         report = json.loads(path.read_text("utf-8"))
@@ -355,7 +348,6 @@ def _require_report(folder: SearchFolder, plan: Plan, number: int) -> dict[str, 
 
 
 def _score_of(folder: SearchFolder, plan: Plan, number: int) -> float:
-    """Return the score of a trial, drawn once: accuracy of classes, else minus the loss of validation samples."""
     run = folder.trial(number)
     path = run.path.with_suffix(".score.json")
     if path.is_file():

@@ -27,10 +27,7 @@ _LOST = re.compile(
 
 @contextmanager
 def joined(device: str) -> Iterator[Ranks]:
-    """Yield all ranks of the run, or only this process; exit after a run of several ranks.
-
-    Only rank 0 prints, and the first rank that fails prints the error.
-    """
+    """Yield all ranks; exit after a run of several. Rank 0 prints, or the first that fails."""
     if not launch.joined():
         yield Ranks()
         return
