@@ -57,16 +57,10 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
 
 def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) -> TrainSettings:
     earlier = () if data.fitted is None else data.fitted.earlier
-    run = correlated.parse(
-        SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier),
-        settings.sampling,
-        settings.correlation,
-        settings.bands,
-        settings.correlation_momentum,
-        of_known_length=True,
-        target_epsilon=settings.target_epsilon,
-        target_delta=settings.target_delta,
-    )
+    run = SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier)
+    names = (settings.sampling, settings.correlation, settings.bands, settings.correlation_momentum)
+    budget: Any = {"target_epsilon": settings.target_epsilon, "target_delta": settings.target_delta}
+    run = correlated.parse(run, *names, of_known_length=True, **budget)
     assert run.noise_correlation is not None  # else parse has raised
     return replace(settings, bands=str(run.noise_correlation.bands))
 

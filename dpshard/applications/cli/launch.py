@@ -42,36 +42,29 @@ def joined() -> bool:
 
 def start(count: int, arguments: Sequence[str]) -> int:
     """Run `dpshard ARGUMENTS` as `count` ranks; return the exit code."""
-    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="dpshard-") as scratch, stop_requests() as signals:
         lifeline, ours = os.pipe()
-        environment = {
-            "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // count)),
-            **os.environ,
-            "WORLD_SIZE": str(count),
-            "LOCAL_WORLD_SIZE": str(count),
-            STORE: str(Path(scratch) / "store"),
-            LIFELINE: str(lifeline),
-        }
-        command = [sys.executable, "-m", "dpshard", *arguments]
-        with stop_requests() as signals:
-            ranks = [
-                subprocess.Popen(
-                    command,
-                    env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    pass_fds=[lifeline],
-                    start_new_session=True,
-                    stdin=subprocess.DEVNULL,
-                )
-                for rank in range(count)
-            ]
-            os.close(lifeline)
-            try:
-                return _watch(ranks, signals)
-            finally:
-                for rank in ranks:
-                    rank.kill()
-                    rank.wait()
-                os.close(ours)
+        threads = str(max(1, (os.cpu_count() or 1) // count))
+        environment = {"OMP_NUM_THREADS": threads, **os.environ, STORE: str(Path(scratch) / "store")}
+        environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), LIFELINE: str(lifeline)}
+        ranks = [
+            subprocess.Popen(
+                [sys.executable, "-m", "dpshard", *arguments],
+                env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                pass_fds=[lifeline],
+                start_new_session=True,
+                stdin=subprocess.DEVNULL,
+            )
+            for rank in range(count)
+        ]
+        os.close(lifeline)
+        try:
+            return _watch(ranks, signals)
+        finally:
+            os.close(ours)
+            for rank in ranks:
+                rank.kill()
+                rank.wait()
 
 
 @contextmanager

@@ -20,9 +20,7 @@ from dpshard.applications.cli import console, launch
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError, DpshardError
 
-_LOST = re.compile(
-    r"[Cc]onnection (closed|reset)|Broken pipe|[Ss]ocket|remote process exited|NCCL|timed? ?out", re.DOTALL
-)
+_LOST = re.compile(r"[Cc]onnection (closed|reset)|Broken pipe|[Ss]ocket|remote process exited|NCCL|timed? ?out")
 
 
 @contextmanager
