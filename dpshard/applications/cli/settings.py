@@ -222,6 +222,6 @@ PRESETS: dict[str, dict[str, Any]] = {
         "learning_rate": 6.0902e-4,
         "weight_decay": 1.0,
         "lr_schedule": "quadratic",
-    },
+    }
 }
 """Settings of --recipe, with numbers of dpshard.recipes, which imports torch; fitting.py sets batches."""

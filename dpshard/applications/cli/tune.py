@@ -27,8 +27,7 @@ def command(
         Literal["geometric", "logarithmic", "poisson"], typer.Option(help="Distribution of the number of trials.")
     ] = "geometric",
     private_validation: Annotated[
-        bool,
-        typer.Option("--private-validation", help="Protect the validation samples, too: scores get noise."),
+        bool, typer.Option("--private-validation", help="Protect the validation samples, too: scores get noise.")
     ] = False,
     jobs: Annotated[int, typer.Option(help="Trials at once.", min=1)] = 1,
     config: Annotated[Path | None, typer.Option(help="YAML file with settings of all trials.")] = None,
