@@ -236,7 +236,7 @@ class SearchFolder:
         return RunFolder(self.trials / f"{number:04}")
 
     def require_inputs(self, plan: Plan) -> None:
-        """Raise RunFolderError if the data, or facts of their columns, have changed."""
+        """Raise RunFolderError unless the data, and facts of their columns, are as before."""
         with intact(self.inputs, "restore it from a copy, or start a new search"):
             before = json.loads(self.inputs.read_text("utf-8"))
             changed = [name for name, found in _fingerprints(plan).items() if before[name] != found]
