@@ -11,10 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from dpshard.accounting import rounded_up
 from dpshard.applications.cli import console, plots, provenance
 from dpshard.applications.cli.audit import attacks
-from dpshard.applications.cli.data import ROWS_PER_UNIT
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import ConfigurationError, RunFolderError
 
@@ -69,7 +67,9 @@ def _pdf(page: str) -> bytes:
 
 def render(folder: RunFolder, *, public: bool = False, by: str | None = None) -> str:
     """Return the page."""
+    from dpshard.accounting import rounded_up  # these import torch: slow for --help
     from dpshard.applications.cli import final_report, report_page
+    from dpshard.applications.cli.data import ROWS_PER_UNIT
 
     written, resume = folder.report.with_suffix(".json"), f"dpshard train --resume {folder.path}"
     if not written.exists():
