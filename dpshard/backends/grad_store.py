@@ -99,14 +99,17 @@ class DotGradStore:
                 add(self.wide_sums, name, total)
                 self.stand_in(name)
                 continue
-            if local(parameter) is not parameter or total.device != parameter.device:
+            plain = type(parameter) is nn.Parameter or local(parameter) is parameter
+            if not plain or total.device != parameter.device:
                 self.add_shard(name, as_real(total))
                 continue
             if gradient is not None:
                 gradient.add_(total)
             else:
                 # Counted here: compilers add a reference to a function's arguments.
-                alone = sys.getrefcount(total) <= _ALONE and _fits(total, parameter)
+                alone = sys.getrefcount(total) <= _ALONE and total.dtype is parameter.dtype
+                alone = alone and getattr(total, "_use_count")() == 1  # noqa: B009 - torch's own, not among the stubs
+                alone = alone and total.stride() == parameter.stride()
                 parameter.grad = total if alone else torch.empty_like(parameter).copy_(total)
             added.append(name)
         self._guard.note_all(added)
@@ -294,15 +297,6 @@ def _references() -> int:
 
 _ALONE = _references()
 """References to a local variable; Python versions differ."""
-
-
-def _fits(total: Tensor, parameter: nn.Parameter) -> bool:
-    """Return True if a sum can be the gradient, and torch holds it once."""
-    return (
-        total.dtype is parameter.dtype
-        and getattr(total, "_use_count")() == 1  # noqa: B009 - not among the stubs
-        and total.stride() == parameter.stride()
-    )
 
 
 def add(sums: dict[str, Tensor], name: str, x: Tensor) -> None:

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
 _DTYPES = (*WIDE, torch.bfloat16, torch.float16)
+_BACKWARD_HOOKS = attrgetter("_backward_hooks", "_backward_pre_hooks")  # a generator would be a call for each
 
 
 class Sharding(ABC):
@@ -165,7 +167,7 @@ class Sharding(ABC):
     def _hooked(self) -> bool:
         if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:
             return True
-        return any(m._backward_hooks or m._backward_pre_hooks for _, m in modules_of(self.outermost))
+        return any(map(any, map(_BACKWARD_HOOKS, [module for _, module in modules_of(self.outermost)])))
 
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training

@@ -65,6 +65,11 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
     return node
 
 
+def _applied(node: type[torch.autograd.Function]) -> Any:
+    """Return `node.apply` without its Python, a call per argument: it serves torch.func, which the mode leaves."""
+    return getattr(super(torch.autograd.Function, node), "apply")  # noqa: B009
+
+
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
     """Parameters -> token [0]; backward: `close` returns the clipped sums.
@@ -83,6 +88,9 @@ class Anchor(torch.autograd.Function):
     def backward(ctx: Any, *_: Any) -> tuple[Any, ...]:
         """Close the anchor, after all its taps."""
         return (None, *ctx.close(_reached(ctx.next_functions)))
+
+
+apply_anchor = _applied(Anchor)
 
 
 @left_out_of_graphs
@@ -106,6 +114,9 @@ class Slot(torch.autograd.Function):
         with in_full_precision(device):
             ctx.arrive(gradients)
         return (*(None,) * (2 + ctx.count), *(_blank(device),) * ctx.tokens)
+
+
+apply_slot = _applied(Slot)
 
 
 def _blank(device: torch.device) -> Tensor | None:
@@ -175,8 +186,7 @@ class _Tap(torch.autograd.Function):
         return (None, None, None, *gradients, *(None,) * ctx.count, *(_blank(gradients[0].device),) * ctx.tokens)
 
 
-# Function.apply in Python serves torch.func, which the mode leaves before a tap.
-_apply_tap: Any = getattr(super(torch.autograd.Function, _Tap), "apply")  # noqa: B009
+_apply_tap = _applied(_Tap)
 
 
 @left_out_of_graphs
@@ -202,7 +212,7 @@ def _itself(x: Tensor) -> Tensor:
     return x
 
 
-_apply_fused_tap: Any = getattr(super(torch.autograd.Function, _FusedTap), "apply")  # noqa: B009
+_apply_fused_tap = _applied(_FusedTap)
 
 
 class _RegionTap(torch.autograd.Function):

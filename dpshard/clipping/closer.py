@@ -44,25 +44,22 @@ class Closer:
         recipe = recipe_to_join(uses[0], tensors, scheme.sources, len(uses))
         if recipe is None:
             return False
-        reached: dict[str, GroupTape] = {}
-        indices: set[int] = set()
+        names: dict[int, list[str]] = {}  # by group
         for use in uses:
             for source in use.sources:
-                index = scheme.group_of[source.label].index
-                group = self.groups[index]
-                if not group.is_only_use(source.label):
-                    return False
-                reached[source.label] = group
-                indices.add(index)
+                names.setdefault(scheme.group_of[source.label].index, []).append(source.label)
+        for index, some in names.items():
+            if not self.groups[index].are_only_uses(some):
+                return False
         anchor = anchors[0]
         if anchor not in self._stacks:
             self._stacks[anchor] = Stacks(scheme.group_of)
         stacks = self._stacks[anchor]
-        stacks.add(uses, recipe, tensors, indices)
-        for name, group in reached.items():
-            group.arrive_first(name)
+        stacks.add(uses, recipe, tensors, names)
+        for index, some in names.items():
+            self.groups[index].arrive_first(some)
         if scheme.shared:
-            holding = [index for index in indices if self.groups[index].entries or self.groups[index].small]
+            holding = [index for index in names if self.groups[index].entries or self.groups[index].small]
             if stacks.nbytes > scheme.waiting:
                 self._close_complete(scheme.groups_at[anchor], most=0)
             elif holding:
@@ -160,7 +157,7 @@ class Closer:
             self._sums.update(clipped.sums(stack, some))
         norms = clipped.norm_MB.unbind()
         parts = scheme.roots.parts
-        for m in sorted({*own, *(m for some in measured.rows for m in some)}):
+        for m in sorted({*own}.union(*measured.rows)):
             norm_B = norms[m] if parts is None else parts.select_own(norms[m])
             scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
 

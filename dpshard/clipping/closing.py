@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Protocol
@@ -126,7 +126,8 @@ def _places(rows: tuple[int, ...], like: Tensor) -> Tensor:
 class HasSums(Protocol):
     """A tape."""
 
-    def take(self, name: str) -> Tensor | None:
+    @property
+    def take(self) -> Callable[[str], Tensor | None]:
         """See ClippedSums.take."""
         ...
 
@@ -149,12 +150,14 @@ class ClippedSums:
             return cls(names, tapes, reached is None)
         return cls(names, tapes, False, frozenset(n for n, there in zip(names, reached, strict=True) if not there))
 
-    def take(self, name: str) -> Tensor | None:
-        """Return a clipped sum, once, and free its records."""
+    @property
+    def take(self) -> Callable[[str], Tensor | None]:
+        """Return a function that returns a clipped sum, once, and frees its records."""
+        return self.tapes[0].take if len(self.tapes) == 1 and not self.left_out else self._total
+
+    def _total(self, name: str) -> Tensor | None:
         if name in self.left_out:
             return None
-        if len(self.tapes) == 1:
-            return self.tapes[0].take(name)
         total: Tensor | None = None
         for tape in self.tapes:
             part = tape.take(name)

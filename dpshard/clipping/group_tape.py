@@ -98,14 +98,14 @@ class GroupTape:
             self._expected[name] = self._expected.get(name, 0) + 1
             self.missing += 1
 
-    def is_only_use(self, name: str) -> bool:
-        """Return True for a single use without a gradient."""
-        return self._expected[name] == 1 and name not in self._arrived
+    def are_only_uses(self, names: Iterable[str]) -> bool:
+        """Return True if each has a single use, without a gradient."""
+        return {*map(self._expected.get, names)} == {1} and self._arrived.keys().isdisjoint(names)
 
-    def arrive_first(self, name: str) -> None:
-        """Count the only gradient."""
-        self._arrived[name] = 1
-        self.missing -= 1
+    def arrive_first(self, names: Sequence[str]) -> None:
+        """Count the only gradient of each."""
+        self._arrived.update(dict.fromkeys(names, 1))
+        self.missing -= len(names)
 
     @property
     def has_arrived(self) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dpshard.clipping.autograd_nodes import Anchor, Arrive, Slot, in_full_precision, tap
+from dpshard.clipping.autograd_nodes import Arrive, apply_anchor, apply_slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
 from dpshard.clipping.closer import Closer
 from dpshard.clipping.closing import ClippedSums, Pass
@@ -62,7 +62,7 @@ class Tape:
         self.forwards = OwedBackwards()
         self.kept_outputs = KeptOutputs()
         self._epoch = clipper.epoch
-        self.groups = self.closer.groups
+        self.groups, self.take = self.closer.groups, self.closer.take
         self._tokens: dict[int, Tensor] = {}
 
     @property
@@ -92,7 +92,7 @@ class Tape:
             self._begun(index).expect(names)
         arrive = functools.partial(self._region_arrives, self.forwards.use(), plan)
         templates = [x for row in rows for x in row.templates]
-        made = Slot.apply(arrive, len(templates), *templates, *[self._tokens[anchor] for anchor in plan.anchors])
+        made = apply_slot(arrive, len(templates), *templates, *[self._tokens[anchor] for anchor in plan.anchors])
         return [made[place] for place in plan.places]
 
     def _region_arrives(self, forward: int, plan: RegionPlan, gradients: Sequence[Tensor | None]) -> None:
@@ -219,10 +219,6 @@ class Tape:
         if self.current is Pass.BOOK_KEEPING:
             self.closer.close(anchor)
 
-    def take(self, name: str) -> Tensor | None:
-        """See ClippedSums.take."""
-        return self.closer.take(name)
-
 
 class Clipper(Scheme):
     """The scheme of one model, with its tapes."""
@@ -280,7 +276,7 @@ class Clipper(Scheme):
         if anchor not in self.tokens:
             with torch.enable_grad(), unseen():
                 parameters = [self.roots.anchored[name] for name in self.anchors[anchor]]
-                self.tokens[anchor] = Anchor.apply(functools.partial(self.close, anchor), *parameters)
+                self.tokens[anchor] = apply_anchor(functools.partial(self.close, anchor), *parameters)
         return self.tokens[anchor]
 
     def close(self, anchor: int, reached: Sequence[bool] | None) -> Sequence[Tensor | None]:

@@ -33,8 +33,9 @@ from dpshard.rules.torch_functions import Passthrough
 @dataclass(frozen=True, slots=True)
 class _Known:
     tensors: list[Tensor]
-    named: list[Source]
     numbered: list[Source]
+    trained: object
+    """See InterceptionMode."""
     among: int
 
 
@@ -50,15 +51,15 @@ class _Rehearsed:
     rows: list[Row]
     facts: str
     refusal: Refusal
+    copies: bool
+    """True if templates hold values."""
     known: _Known | None = None
 
-    def known_again(self, sources: dict[Tensor, Source], leaves: list[Any]) -> _Known | None:
-        known = self.known
-        if known is None or known.among != len(sources):
+    def known_again(self, mode: InterceptionMode, leaves: list[Any]) -> _Known | None:
+        known, sources = self.known, mode.sources
+        if known is None or known.trained is not mode.trained or known.among != len(sources):
             return None
-        if any(isinstance(x, Tensor) and x in sources for x in leaves):
-            return None
-        return known if [*map(sources.get, known.tensors)] == known.named else None
+        return None if any(isinstance(x, Tensor) and x in sources for x in leaves) else known
 
 
 class CompiledRegions:
@@ -90,7 +91,7 @@ class CompiledRegions:
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         key = (module, tree, shapes, mode.grid, any(torch.is_autocast_enabled(device) for device in devices))
         region = self._rehearsed.get(key)
-        if region is None or (known := region.known_again(mode.sources, leaves)) is None:
+        if region is None or (known := region.known_again(mode, leaves)) is None:
             tensors = [*(p for _, p in parameters_of(module)), *leaves]
             first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
             if region is None:
@@ -98,7 +99,7 @@ class CompiledRegions:
                 self._rehearsed[key] = region
             known = self._known(region, mode, first)
         rows = region.rows
-        if not mode.slots.compiled and any(use.copies for use, _ in region.outside):
+        if region.copies and not mode.slots.compiled:
             rows = form_rows(self._with_values(region.outside, mode.slots.batch_size), region.places)
         made = mode.slots.region(rows)
         inner = Region(
@@ -132,7 +133,8 @@ class CompiledRegions:
         places = rows_of(outside, self._parameters.by_name)
         rows = form_rows(outside, places)
         facts = region_facts(recorder.asked, places, [row.dim for row in rows])
-        return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal)
+        copies = any(use.copies for use, _ in outside)
+        return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal, copies)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
         numbering = region.numbering
@@ -143,7 +145,8 @@ class CompiledRegions:
                 # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
-        found = _Known([*known], [mode.sources[x] for x in known], [*known.values()], len(mode.sources))
+        found = _Known([*known], [*known.values()], mode.trained, len(mode.sources))
+        lasting = lasting and mode.trained is not None and known.keys() <= mode.trained.keys()
         region.known = found if lasting else None
         return found
 

@@ -193,6 +193,7 @@ class Interception:
             grid = run.grid if isinstance(run, PackedRun) else None
             mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
             mode.plans = self.layouts.plans(run, tape.batch_size) if grid is None else None
+            mode.trained = self._parameters.trained
             try:
                 with self._active.recorded(mode):
                     return call()

@@ -79,6 +79,8 @@ class InterceptionMode(TorchFunctionMode):
         self.sources = dict(sources)  # the forward adds derived tensors
         self.plans: Plans | None = None
         """See [Note: Plans of calls]."""
+        self.trained: dict[Tensor, Source] | None = None
+        """Stands for the parameters among the sources: the same object, the same ones. None: unknown."""
         self._routing: Routing | None = None
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
@@ -86,15 +88,18 @@ class InterceptionMode(TorchFunctionMode):
         mode = InterceptionMode(
             self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
         )
-        mode.plans = self.plans
+        mode.plans, mode.trained = self.plans, self.trained
         return mode
 
     def rebind(self, parameter: Tensor, source: Source) -> None:
         """Add a gathered parameter, or remove a frozen one."""
+        if self.sources.get(parameter) is (source if parameter.requires_grad else None):
+            return
+        self.trained = None
         if parameter.requires_grad:
             self.sources[parameter] = source
         else:
-            self.sources.pop(parameter, None)
+            del self.sources[parameter]
 
     def suspects(self, n: int) -> list[int]:
         """Return up to n samples that need a probe."""

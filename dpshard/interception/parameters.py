@@ -31,7 +31,8 @@ class TrainedParameters:
         self.refusal = functools.partial(refusal, model)
         self.by_name = {source.label: source for source in sources.values()}
         self._flags: list[bool] = []
-        self._trainable: dict[Tensor, Source] = {}
+        self.trained: dict[Tensor, Source] = {}
+        """Those that `trainable` returned; another object if others."""
         self._sharding = sharding
         self._active = active
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
@@ -41,8 +42,8 @@ class TrainedParameters:
         flags = [parameter.requires_grad for parameter in self.sources]
         if flags != self._flags:  # a copy of a dict hashes no tensor, which is slow
             self._flags = flags
-            self._trainable = {x: source for x, source in self.sources.items() if x.requires_grad}
-        return dict(self._trainable)
+            self.trained = {x: source for x, source in self.sources.items() if x.requires_grad}
+        return dict(self.trained)
 
     def values(self) -> dict[str, Tensor]:
         """Return the parameters by name; gathered ones as last seen."""
