@@ -17,7 +17,7 @@ from dpshard.accounting.budget import Budget, with_noise
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.accounting.releases import Counts
 from dpshard.backends import choose
-from dpshard.checkpoint.facts import Facts
+from dpshard.checkpoint.facts import FactsOfRun
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
@@ -53,7 +53,7 @@ from dpshard.step.collector import Collector
 from dpshard.step.internals import Internals
 from dpshard.step.logical_batch import LogicalBatch
 from dpshard.step.noise_of_run import NoiseOfRun, StepNoise
-from dpshard.step.order_check import OrderOfRun
+from dpshard.step.samples_of_run import SamplesOfRun
 from dpshard.verification import Verifier, loss_on, verified_collation
 
 if TYPE_CHECKING:
@@ -187,8 +187,8 @@ class PrivacyEngine:
         run = derive_key(self._secret, "run")[:8].hex()
         self._budget = Budget(self.mechanism, allow_overspend=allow_overspend, run=run)
         self._noise = NoiseOfRun(self.mechanism)
-        self._order = OrderOfRun(self.mechanism, self._backend.data_ranks)
-        self._facts = Facts(self._backend, clipping_mode, self.mechanism.sampling)
+        self._samples = SamplesOfRun(self.mechanism, self._backend.data_ranks)
+        self._facts = FactsOfRun(self._backend, clipping_mode, self.mechanism.sampling)
         self._metrics = BatchMetrics()  # of the last logical batch
         self._gradient_noise_std = 0.0
         self._sqrt_elements = math.sqrt(self._backend.sharding.elements)
@@ -203,7 +203,7 @@ class PrivacyEngine:
     ) -> None:
         mean, K = self.mechanism.loss_reduction == "mean", self.mechanism.rows_per_unit
         collector = Collector(
-            self._backend, groups, function, execution, mean=mean, rows_per_unit=K, fed=self._order.fed
+            self._backend, groups, function, execution, mean=mean, rows_per_unit=K, fed=self._samples.fed
         )
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
@@ -310,7 +310,7 @@ class PrivacyEngine:
         reading: Any = {"collate_fn": collate_fn, "worker_init_fn": worker_init_fn, "pin_memory": pin_memory}
         reading |= {"num_workers": num_workers, "prefetch_factor": prefetch_factor}
         begin = partial(self._begin_batches, dataset, micro_batch_size, steps)
-        loaded = self._order.load(dataset, begin, micro_batch_size, pad=pad, packing=packing, **reading)
+        loaded = self._samples.load(dataset, begin, micro_batch_size, pad=pad, packing=packing, **reading)
         return self._collector.batches(loaded, lambda: self.step)
 
     def _begin_batches(self, dataset: Any, micro_batch_size: int | None, steps: int | None) -> tuple[bytes, range]:
@@ -342,7 +342,7 @@ class PrivacyEngine:
         own = collector.batch is None
         if own:
             self._thresholds.refuse_own_loop()
-        self._order.begin_release(self.step, own=own)
+        self._samples.begin_release(self.step, own=own)
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         z_std = self._thresholds.gradient_noise(sigma) * mechanism.sensitivity
@@ -370,7 +370,7 @@ class PrivacyEngine:
         step = self.step
         counts = self._budget.spend(of_step.identity, unverified_sampling=own)
         self._noise.take(of_step)
-        self._order.end_release(step, own=own)
+        self._samples.end_release(step, own=own)
         return self.internals.note(step, of_step.identity) if counts else []
 
     def verify(
@@ -407,7 +407,7 @@ class PrivacyEngine:
             facts=self._facts.state_dict(),
             thresholds=self._thresholds.state_dict(),
             noise=self._noise.state_dict(),
-            order=self._order.state_dict(),
+            order=self._samples.state_dict(),
         )
 
     def load_state_dict(
@@ -441,10 +441,10 @@ class PrivacyEngine:
             )
         Budget(self.mechanism, allow_overspend=True).load_state_dict(account)  # raises before any change
         before, same_run = self.step, secret == self._secret
-        self._order.require_saved_order(order, account["ledger"]["steps"])
+        self._samples.require_saved_order(order, account["ledger"]["steps"])
         self._noise.load_state_dict(noise, account["ledger"]["steps"])
         self._thresholds.load_state_dict(thresholds)
-        self._order.load_state_dict(order)
+        self._samples.load_state_dict(order)
         visited = self._budget.load_state_dict(account)
         self._secret = secret
         self._collector.restart()

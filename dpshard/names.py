@@ -64,6 +64,6 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return found
 
 
-def has_any(model: nn.Module, ids: Set[int]) -> bool:
+def has_parameter_with_id(model: nn.Module, ids: Set[int]) -> bool:
     """Return True if a parameter of `model` has one of these ids."""
     return any(not ids.isdisjoint(map(id, module._parameters.values())) for _, module in modules_of(model))

@@ -29,7 +29,7 @@ from dpshard.randomness import RandomSource, derive_key
 ROWS = 64
 
 
-class Facts:
+class FactsOfRun:
     """See [Note: Facts of a run]."""
 
     def __init__(self, backend: Backend, clipping_mode: str, sampling: SamplingName = "poisson") -> None:

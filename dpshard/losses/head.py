@@ -55,7 +55,7 @@ class Head:
     def logits(self, hidden_BTD: Tensor, classes: slice) -> Logits:
         """Return logits [B, T, c] of a chunk, float32 or wider, rounded as the product's dtype rounds them."""
         if self.versions is not None and self.versions_now() != self.versions:
-            raise written_between()
+            raise written_weights_error()
         product = hidden_BTD.to(self.dtype) @ self.weight[classes].to(self.dtype).T
         if self.bias is not None:
             product = product + self.bias[classes].to(self.dtype)
@@ -75,7 +75,7 @@ class Head:
         return Logits(torch.tanh(product / self.softcap) * self.softcap, torch.cosh(product / self.softcap).pow(-2))
 
 
-def written_between() -> LogicalBatchError:
+def written_weights_error() -> LogicalBatchError:
     """Return the error for weights that changed after the forward."""
     return LogicalBatchError(
         "The weight or bias of chunked_cross_entropy was written between forward and backward; its gradient "

@@ -47,8 +47,8 @@ class Convolution:
         dtype, device = accum_dtype(self.gradient), self.input.device
         # Windows side by side are only moved.
         alike = self.input.dtype == self.gradient.dtype
-        tiles = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
-        return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, tiles=tiles)
+        by_native = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
+        return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, by_native=by_native)
 
     @property
     def _windows_are_apart(self) -> bool:
@@ -65,7 +65,7 @@ class Convolution:
         size = self.size
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
-        if not size.tiles:
+        if not size.by_native:
             return self._floored(self.instantiated()[1])
         return self._floored(native.gradient_norm_sq(self.shape, self._images(), *self._steps()))
 
@@ -116,7 +116,7 @@ class Convolution:
             # On a GPU, groups would be many small kernels.
             return self.outer().per_sample(), None
         total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
-        if self.size.tiles:
+        if self.size.by_native:
             return total, native.per_sample_gradients_(total, self._images(), *self._steps())
         # CPUs are slow at unfolding, so samples become groups of a convolution. Above the size of the cache, it takes
         # several times the memory of its inputs.

@@ -52,9 +52,9 @@ class ProductSize:
     """Elements of one channel of a convolution's padded input."""
     kernel: int = 1
     """Elements of one channel of a window."""
-    kernels: bool = False
+    by_triton: bool = False
     """True if Triton kernels multiply."""
-    tiles: bool = False
+    by_native: bool = False
     """True if native code computes convolution gradients."""
 
     @property
@@ -93,12 +93,12 @@ class ProductSize:
     def _dropped(self) -> int:
         """Kernels and native code do not write the gradient."""
         product = 2 * self.T * self.R * self.C
-        if self.kernels:
+        if self.by_triton:
             return product // _TENSOR_CORES
-        return product if self.tiles else product + self._flops_a_number() * self.R * self.C
+        return product if self.by_native else product + self._flops_a_number() * self.R * self.C
 
     def _ghost(self) -> int:
-        if self.kernels and supports_ghost_norm(self.B * self.G, self.T):
+        if self.by_triton and supports_ghost_norm(self.B * self.G, self.T):
             tile = ghost_tile(self.B * self.G, self.T)
             n = -(-self.T // tile)
             return n * (n + 1) * tile * tile * (self.R + self.C) // _TENSOR_CORES

@@ -40,7 +40,9 @@ class OuterProduct:
         (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
         nbytes = self.rows.nbytes + self.cols.nbytes
         dtype, device = accum_dtype(self.rows), self.rows.device
-        return ProductSize(B, G, T, R, C, dtype, device, nbytes, kernels=triton.supports_product(self.rows, self.cols))
+        return ProductSize(
+            B, G, T, R, C, dtype, device, nbytes, by_triton=triton.supports_product(self.rows, self.cols)
+        )
 
     def norm_sq(self, method: NormMethod) -> Tensor:
         """See record.py."""

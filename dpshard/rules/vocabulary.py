@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from dpshard.losses.chunked import token_losses
-from dpshard.losses.head import Head, Positions, head_of, positions_of, without_autocast, written_between
+from dpshard.losses.head import Head, Positions, head_of, positions_of, without_autocast, written_weights_error
 from dpshard.records import HeadRecord, Record, checksum, gram
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
@@ -80,7 +80,7 @@ def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
     if not wait:
         return torch.where(same.all(), scale_BT, torch.nan)
     if not bool(same.all()):
-        raise written_between()
+        raise written_weights_error()
     return scale_BT
 
 

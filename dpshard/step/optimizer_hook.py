@@ -18,7 +18,7 @@ from dpshard.errors import (
     UnsupportedOptimizerError,
     UnsupportedParameterError,
 )
-from dpshard.names import has_any, parameters_of
+from dpshard.names import has_parameter_with_id, parameters_of
 from dpshard.step.internals import Internals
 
 
@@ -155,7 +155,7 @@ def _refuse_raw_gradients(held: set[Tensor], engines: list[Any]) -> None:
 def _refuse_late_parameters(held: set[Tensor]) -> None:
     for engine in list(_engines):
         late = {id(p) for p in held - engine.internals.owned() if p.grad is not None}
-        if not late or not has_any(engine.model, late):
+        if not late or not has_parameter_with_id(engine.model, late):
             continue
         for name, parameter in parameters_of(engine.model):
             if id(parameter) in late:

@@ -63,7 +63,7 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
     return objective
 
 
-def named(path: str, error: VerificationError) -> VerificationError:
+def statistic_error(path: str, error: VerificationError) -> VerificationError:
     """Return the error for a kept statistic that is no loss of single samples."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "

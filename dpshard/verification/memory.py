@@ -17,7 +17,7 @@ import torch
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception import Run, same
 from dpshard.verification.bench import Bench
-from dpshard.verification.samples import another, has_numbers, replaced
+from dpshard.verification.samples import has_numbers, replaced, with_other_numbers
 from dpshard.verification.tolerances import differ
 
 
@@ -26,7 +26,7 @@ def others_of(bench: Bench) -> list[Run]:
     run, first = bench.run, bench.chosen[0]
     rows = list(range(run.batch_size))
     other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
-    others = [another(run, first) if len(bench.chosen) == 1 else other]
+    others = [with_other_numbers(run, first) if len(bench.chosen) == 1 else other]
     return [replaced(others[0], rows, [first]), *others] if has_numbers(run) else others
 
 

@@ -56,7 +56,7 @@ def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), nega
     leaves = list(run.leaves)
     for i, dim in enumerate(run.dims):
         if dim is not None:
-            leaves[i] = taken(leaves[i], dim, source)
+            leaves[i] = rows_of(leaves[i], dim, source)
             if leaves[i].is_floating_point():
                 for rows, factor in ((outliers, OUTLIER), (negated, -1)):
                     if rows:
@@ -66,15 +66,15 @@ def replaced(run: Run, source: Sequence[int], outliers: Sequence[int] = (), nega
 
 def replaced_targets(loss: Loss, source: Sequence[int]) -> Loss:
     """Return the loss with row source[i]'s targets in row i."""
-    return replace(loss, targets=tuple(taken(t, 0, source) for t in loss.targets))
+    return replace(loss, targets=tuple(rows_of(t, 0, source) for t in loss.targets))
 
 
-def taken(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
+def rows_of(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
     """Return a copy of some rows."""
     return x.detach().index_select(dim, torch.tensor(list(rows), device=x.device)).clone()
 
 
-def another(run: Run, row: int) -> Run:
+def with_other_numbers(run: Run, row: int) -> Run:
     """Return the run with other numbers in a row, or ids that occur in it."""
     leaves = [x if dim is None else _other_numbers(x, dim, row) for x, dim in zip(run.leaves, run.dims, strict=True)]
     return replace(run, leaves=tuple(leaves))

@@ -28,7 +28,7 @@ from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import Others, verify_company, verify_other_ranks
 from dpshard.verification.gradients import verify_gradients
-from dpshard.verification.kept import named, objective_of, rows_kept, statistics_kept
+from dpshard.verification.kept import objective_of, rows_kept, statistic_error, statistics_kept
 from dpshard.verification.lengths import verify_lengths
 from dpshard.verification.memory import others_of, verify_memory
 from dpshard.verification.objectives import Loss, objectives
@@ -86,7 +86,7 @@ class Verifier:
                 run, new = self._agreed(run, new)
         due = self._is_due(run, kind)
         if not meets:
-            news = self._watch.news(run, self._moment()[0])
+            news = self._watch.take_news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
             try:
@@ -107,7 +107,7 @@ class Verifier:
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed anew."""
         last, self._last = self._last, None
-        if last is not None and not self._meets(*last) and self._watch.changes(self._moment()[0]):
+        if last is not None and not self._meets(*last) and self._watch.take_changes(self._moment()[0]):
             self._owed = True
             self.verify(*last, None, thorough=True)
             self._owed = False
@@ -240,7 +240,7 @@ class Verifier:
             try:
                 self._compare_gradients(bench, [objective], random, thorough=False)
             except VerificationError as error:
-                raise named(path, error) from error
+                raise statistic_error(path, error) from error
 
     def _agrees_in_double(self, bench: Bench, found: Any, compare: Callable[..., None]) -> bool:
         bench.state.rewind(bench.draws)

@@ -56,13 +56,13 @@ class Watch:
         """True if micro-batches came in several lengths."""
         return len(self._lengths) > 1
 
-    def news(self, run: Run, step: int) -> bool:
-        """Return True if the model or its inputs changed anew."""
+    def take_news(self, run: Run, step: int) -> bool:
+        """Return, once, True if the model or its inputs changed anew."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
-        return self.changes(step) | longer | self._has_character(run)
+        return self.take_changes(step) | longer | self._take_new_values(run)
 
-    def changes(self, step: int) -> bool:
-        """Return True if the model changed anew."""
+    def take_changes(self, step: int) -> bool:
+        """Return, once, True if the model changed anew."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -175,8 +175,8 @@ class Watch:
         known.add(length)
         return longer or first_other
 
-    def _has_character(self, run: Run) -> bool:
-        """Return True for new signs of integers, or indices beyond a length."""
+    def _take_new_values(self, run: Run) -> bool:
+        """Return, once, True for new signs of integers, or indices beyond a length."""
         lengths = {x.shape[1] for x, dim in run.carrying() if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))

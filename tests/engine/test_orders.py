@@ -14,7 +14,7 @@ from dpshard import BandedInverse, BandMF, PrivacyEngine, QuantileTracking
 from dpshard.accounting import Release, compute_epsilon
 from dpshard.errors import AccountingError, CheckpointError, ConfigurationError, DataError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
-from dpshard.step.order_check import sampler_of
+from dpshard.step.samples_of_run import sampler_of
 
 N, B = 22, 4
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2

@@ -286,17 +286,17 @@ def test_the_cheapest_norm():
 def test_the_cheapest_norm_on_a_gpu_with_kernels():
     """Tiles of an unwritten gradient cost only their product; kept gradients are written anyway."""
 
-    def instantiates(B, T, R, C, kernels, kept=False):
-        size = ProductSize(B, 1, T, R, C, torch.float32, torch.device("cuda"), 0, kernels=kernels)
+    def instantiates(B, T, R, C, by_triton, kept=False):
+        size = ProductSize(B, 1, T, R, C, torch.float32, torch.device("cuda"), 0, by_triton=by_triton)
         return size.instantiates(kept=kept)
 
-    assert instantiates(64, 128, 128, 128, kernels=True)  # 2 T R C against 3/4 T^2 (R + C)
-    assert not instantiates(64, 128, 128, 128, kernels=False)
-    assert not instantiates(64, 128, 1024, 1024, kernels=True)
-    assert instantiates(4, 100, 1024, 1024, kernels=True)  # few tiles: Gram matrices by torch, at its speed
-    assert not instantiates(4, 100, 1024, 1024, kernels=False)
-    assert not instantiates(64, 128, 128, 128, kernels=True, kept=True)
-    assert not outer(2, 60, 100, 100).size.kernels  # on a CPU
+    assert instantiates(64, 128, 128, 128, by_triton=True)  # 2 T R C against 3/4 T^2 (R + C)
+    assert not instantiates(64, 128, 128, 128, by_triton=False)
+    assert not instantiates(64, 128, 1024, 1024, by_triton=True)
+    assert instantiates(4, 100, 1024, 1024, by_triton=True)  # few tiles: Gram matrices by torch, at its speed
+    assert not instantiates(4, 100, 1024, 1024, by_triton=False)
+    assert not instantiates(64, 128, 128, 128, by_triton=True, kept=True)
+    assert not outer(2, 60, 100, 100).size.by_triton  # on a CPU
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

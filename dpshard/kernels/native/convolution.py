@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import has_tiles, library, team
+from dpshard.kernels.native.library import library, supports_products, team
 
 _MIN_CHANNELS = 8
 """Least output channels per group; fewer leave most of a tile empty."""
@@ -18,7 +18,7 @@ _MAX_POSITIONS = 2**16
 
 def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
     """Return True if compiled code supports `channels` output channels per group."""
-    return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and has_tiles(device, dtype)
+    return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and supports_products(device, dtype)
 
 
 # Operators of torch: fake tensors work, and FLOPs are counted.

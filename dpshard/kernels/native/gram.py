@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import has_tiles, is_unobserved, library, team
+from dpshard.kernels.native.library import is_unobserved, library, supports_products, team
 
 _TILE = 8, 16
 """Sides of a tile with AVX-512; AVX2 has half as many rows."""
@@ -13,7 +13,7 @@ _TILE = 8, 16
 
 def supports_ghost_norm(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if compiled code supports ghost norms."""
-    return has_tiles(device, dtype)
+    return supports_products(device, dtype)
 
 
 def ghost_flops(T: int, R: int, C: int) -> int:

@@ -79,7 +79,7 @@ def path() -> str | None:
     return None if found is None else found.origin
 
 
-def has_tiles(device: torch.device, dtype: torch.dtype) -> bool:
+def supports_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return True if compiled code supports ghost norms and convolutions."""
     if device.type != "cpu" or dtype != torch.float32:
         return False

@@ -63,7 +63,7 @@ def exact(record):
 
 @pytest.mark.parametrize("record", CONVOLUTIONS.values(), ids=CONVOLUTIONS.keys())
 def test_gradients_of_convolutions_are_those_of_autograd(record, set_threads):
-    assert record.size.tiles
+    assert record.size.by_native
     expected = exact(record)
     for threads in (1, 3):
         set_threads(threads)
@@ -88,7 +88,7 @@ def test_narrow_registers_make_the_same_gradients(record, tmp_path, monkeypatch)
 def test_records_of_convolutions_are_the_same_without_it(record, method, switch_off):
     compiled = record.per_sample(), record.norm_sq(method), *record.instantiated()
     switch_off()
-    assert not record.size.tiles
+    assert not record.size.by_native
     for ours, theirs in zip(
         compiled, (record.per_sample(), record.norm_sq(method), *record.instantiated()), strict=True
     ):

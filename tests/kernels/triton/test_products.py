@@ -171,10 +171,10 @@ def without_kernels():
 def test_a_record_says_the_same_with_and_without_kernels(dtype):
     one = record(dtype=dtype)
     with mock.patch.object(tiles, "MANY", 1):
-        assert one.size.kernels
+        assert one.size.by_triton
         found = results(one)
     with without_kernels():
-        assert not one.size.kernels
+        assert not one.size.by_triton
         expected = results(one)
     for a, b in zip(found, expected, strict=True):
         assert a.shape == b.shape

@@ -53,7 +53,7 @@ def sampler_of(mechanism: Mechanism, secret: bytes) -> Sampler:
     return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
 
 
-class OrderOfRun:
+class SamplesOfRun:
     """The samples of a run; in a fixed order, it checks which take part."""
 
     def __init__(self, mechanism: Mechanism, ranks: Communicator) -> None:
