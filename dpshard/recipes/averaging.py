@@ -41,7 +41,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Add the weights after a step."""
+        """Add the current weights; call it after every step of the optimizer."""
         decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
         for name, p in self._parameters.items():
             self._average[name].lerp_(_wide(p), 1 - decay)

@@ -186,7 +186,7 @@ def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
 
 
 class SearchFolder:
-    """Files of a search; epsilon covers the report, the weights and the columns."""
+    """Files of a search; epsilon covers only the report, the weights and the columns."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
