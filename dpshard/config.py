@@ -30,7 +30,7 @@ class BatchSchedule:
     """The public expected batch size of every step; the only divisor of the update."""
 
     sizes: tuple[int, ...]
-    """Over all ranks, one entry a step."""
+    """Expected logical batch sizes over all ranks, one entry a step."""
 
     @property
     def steps(self) -> int:

@@ -60,7 +60,7 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
         skip = frames._FrameAction.SKIP  # also for what it calls
         frames.set_code_exec_strategy(node.backward.__code__, frames._FrameExecStrategy(skip, skip))
-    except (AttributeError, TypeError):  # another torch
+    except (AttributeError, TypeError):  # another torch has other private names
         setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
     return node
 

@@ -106,7 +106,7 @@ def instance_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """Weight and bias per channel; running statistics would publish data without noise."""
+    """Weight and bias per channel. Running statistics, which would publish data without noise, are refused."""
     if use_input_stats and running_mean is not None:
         raise call.refuse(
             "its running statistics are updated from the data without noise; use track_running_stats=False",
@@ -136,7 +136,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """In eval mode a fixed affine map per channel; training mode mixes samples."""
+    """In eval mode a fixed affine map per channel. Training mode, which mixes samples, is refused."""
     if training:
         raise call.refuse(
             "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "

@@ -16,7 +16,7 @@ from dpshard.errors import VerificationError
 
 
 class Verdict:
-    """`ranks` is None if this rank verifies by itself."""
+    """The decision of all ranks whether to continue; `ranks` is None if this rank verifies by itself."""
 
     def __init__(self, ranks: Communicator | None = None) -> None:
         self._ranks = ranks

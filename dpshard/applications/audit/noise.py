@@ -41,7 +41,7 @@ class Finding(NamedTuple):
 
     what: str
     log_p: float
-    """For a sound engine."""
+    """Log of a bound on its probability for a sound engine."""
 
 
 def likeliest_fault(findings: list[Finding], false_alarm: float) -> Finding | None:

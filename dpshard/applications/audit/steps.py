@@ -246,7 +246,7 @@ def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
 
 
 class _Scores(NamedTuple):
-    """Of N trials, T steps, P parameters."""
+    """Scores of N trials, T steps, P parameters."""
 
     z_NTP: NDArray[np.float64]
     shift_NTP: NDArray[np.float64]

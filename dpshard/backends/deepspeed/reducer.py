@@ -28,7 +28,7 @@ _IN_FLIGHT = 2
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Of a whole clipped sum."""
+    """Size, dtype and device of a whole clipped sum."""
 
     numel: int
     dtype: torch.dtype

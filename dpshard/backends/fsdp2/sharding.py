@@ -190,7 +190,7 @@ class FSDP2Sharding(Sharding):
 
     @property
     def shard_mesh(self) -> DeviceMesh:
-        """Of the ranks with different shards."""
+        """Mesh of the ranks with different shards."""
         return self._parts[self.shard_dim]
 
     @property
