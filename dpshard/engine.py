@@ -35,7 +35,7 @@ from dpshard.config import (
     parse_clipping_mode,
     require_choices,
 )
-from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
+from dpshard.errors import CheckpointError, EngineInUseError
 from dpshard.interception import Interception, Run
 from dpshard.noise.correlation import BandedInverse, BandMF
 from dpshard.noise.keyed import generator_name
@@ -363,8 +363,12 @@ class PrivacyEngine:
         self._thresholds.move(self._metrics, noise, step=step, sigma=sigma, batch_size=batch_size)
         self._interception.forget()
         collector.warn_of_unreached()
-        for wait in on_disk:
-            wait()
+        try:
+            for wait in on_disk:
+                wait()
+        except BaseException:
+            backend.gradients.drop()  # a crash would forget this release
+            raise
 
     def _spend(self, of_step: StepNoise, *, own: bool) -> list[Callable[[], object]]:
         step = self.step
@@ -428,11 +432,7 @@ class PrivacyEngine:
         self._collector.require_rest()
         unpacked = checkpoint.unpack(state, self.mechanism)
         secret, account, saved_facts, thresholds, noise, order = unpacked
-        if isinstance(released, int) and (type(released) is not int or released < account["ledger"]["steps"]):
-            raise ConfigurationError(
-                f"released={released!r}: give the number of steps that were released in all, at least the "
-                f"{account['ledger']['steps']} of the state."
-            )
+        checkpoint.require_released(released, account)
         loaded = unpacked._asdict() | {"released": released, "facts": None}
         if self._backend.communicator.mismatches(loaded):
             raise CheckpointError(

@@ -4,6 +4,6 @@
 `checkpointer.py`.
 """
 
-from dpshard.checkpoint.engine_state import pack, unpack
+from dpshard.checkpoint.engine_state import pack, require_released, unpack
 
-__all__ = ["pack", "unpack"]
+__all__ = ["pack", "require_released", "unpack"]

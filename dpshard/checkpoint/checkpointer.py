@@ -97,6 +97,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
         self._pending: Future[None] | None = None
         self._journal = Journal(Path(folder) / "releases.journal")
+        self._found = self._ranks.on_first(self._explained(lambda: len(self._journal)))  # of earlier starts
         engine.internals.note_releases(ReleaseNotes(self._journal).note)
 
     def save(self, *, wait: bool = True) -> Path:
@@ -139,20 +140,41 @@ class Checkpointer:
         self._engine.internals.require_rest()
         step = self._newest()
         if step is None:
+            self._warn_of_earlier_starts()
             return False
         path = self._folder.of(step)
         head: storage.State = {"engine": b"", "optimizer": {"param_groups": b""}}
         storage.read(head, path, self._ranks, partly=True)
         saved = json.loads(storage.unpack(head["engine"]))
-        engine_state.unpack(saved, self._engine.mechanism)
+        account = engine_state.unpack(saved, self._engine.mechanism).account
+        engine_state.require_released(released, account)
+        counted = self._releases_since(step) if released is None else released
+        self._require_agreement(step, counted)
         others = self._states_of_others()
         groups = storage.unpack(head["optimizer"]["param_groups"])
         with self._state.receiving(storage.contents(path), groups) as place:
             storage.read({"engine": b"", "others": others, **_named(place)}, path, self._ranks)
         for name, thing in self._others.items():
             thing.load_state_dict(storage.unpack(others[name]) if isinstance(others[name], bytes) else others[name])
-        self._engine.load_state_dict(saved, released=self._releases_since(step) if released is None else released)
+        self._engine.load_state_dict(saved, released=counted)
         return True
+
+    def _warn_of_earlier_starts(self) -> None:
+        if self._found and self._engine.step == 0:
+            warnings.warn(
+                f"{self._journal.path} has {self._found} releases of earlier starts without a checkpoint. This "
+                f"run does not count them. If anyone saw their results, count them by PrivacyEngine(earlier=...).",
+                stacklevel=3,
+            )
+
+    def _require_agreement(self, step: int, released: int | list[Release] | None) -> None:
+        """Raise CheckpointError, before a tensor changes, unless ranks load one checkpoint."""
+        manifest = self._folder.manifest(step)
+        if any(other != (manifest["digest"], released) for other in self._ranks.gather((manifest["digest"], released))):
+            raise CheckpointError(
+                f"Ranks have different checkpoints of step {step}, or pass different released=. They would train with "
+                f"parameters of several runs. Give all ranks one folder, on a disk that they share."
+            )
 
     def _releases_since(self, step: int) -> list[Release] | None:
         def read() -> list[Release] | None:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any, NamedTuple
 
 from dpshard.accounting.mechanism import Mechanism
-from dpshard.errors import CheckpointError
+from dpshard.errors import CheckpointError, ConfigurationError
 
 FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
@@ -83,6 +83,16 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             f"run, or start a new run with its own budget.{hint}"
         )
     return Unpacked(secret, account, facts, state.get("thresholds"), state.get("noise"), state.get("order"))
+
+
+def require_released(released: Any, account: dict[str, Any]) -> None:
+    """Raise ConfigurationError unless a number of released steps is at least that of the state's account."""
+    steps = account["ledger"]["steps"]
+    if isinstance(released, int) and (type(released) is not int or released < steps):
+        raise ConfigurationError(
+            f"released={released!r}: give the number of steps that were released in all, at least the {steps} of the "
+            f"state."
+        )
 
 
 def _plain(mechanism: Mechanism) -> dict[str, Any]:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from dpshard.backends.ranks import Ranks
 from dpshard.checkpoint.disk import explained
 from dpshard.checkpoint.journal import Journal
+from dpshard.errors import CheckpointError
 
 
 class ReleaseNotes:
@@ -20,8 +22,17 @@ class ReleaseNotes:
         self._ranks = Ranks()  # of its own, since a thread may save by others
 
     def note(self, step: int, identity: bytes) -> Callable[[], object]:
-        """Note a release on the first rank; return a wait for the disk. Both raise CheckpointError."""
+        """Note a release on the first rank; return a function of all ranks that waits for the disk.
+
+        The function raises CheckpointError, on all ranks, if it cannot be written. In one process `note` may, too.
+        """
         if not self._ranks.first:
             return lambda: self._ranks.on_first(lambda: None)
-        written = explained(self._journal.path, lambda: self._journal.note(step, identity))()
+        try:
+            written = explained(self._journal.path, lambda: self._journal.note(step, identity))()
+        except CheckpointError as error:
+            if self._ranks.alone:
+                raise
+            written = Future()  # other ranks wait for this one
+            written.set_exception(error)
         return lambda: self._ranks.on_first(explained(self._journal.path, written.result))

@@ -3,12 +3,15 @@
 Failure modes: 24 test_a_training_goes_on_bit_for_bit, test_a_damaged_checkpoint_is_passed_over.
 """
 
+import errno
 import json
 import os
 import pickle
 import stat
 import warnings
+from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ from torch.utils.data import TensorDataset
 
 from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
 from dpshard.checkpoint import folders
+from dpshard.checkpoint.journal import Journal
 from dpshard.checkpoint.storage import pack
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.recipes import AdamBC
@@ -217,6 +221,44 @@ def test_no_sound_checkpoint_is_an_error(folder):
     with pytest.raises(CheckpointError, match=r"damaged.*no other.*new run"):
         training.checkpoints.load()
     assert str(training.state) == str(before)
+
+
+def test_releases_of_earlier_starts_without_a_checkpoint_are_told(folder):
+    """They were seen, but the new run has another secret and a ledger of its own."""
+    crashed = Training(folder)
+    assert not crashed.checkpoints.load()
+    crashed.train(2)
+    again = Training(folder)
+    with pytest.warns(UserWarning, match=r"releases\.journal has 2 releases of earlier starts.*does not count them"):
+        assert not again.checkpoints.load()
+    again.checkpoints.save()
+    assert Training(folder).checkpoints.load()  # without a warning
+
+
+def test_too_few_released_steps_change_nothing(folder):
+    """The parameters of steps that the ledger does not know would be those of uncounted releases."""
+    training = Training(folder)
+    training.train(3)
+    training.checkpoints.save()
+    resumed = Training(folder)
+    before, weights = str(resumed.state), resumed.weights.clone()
+    with pytest.raises(ConfigurationError, match=r"released=2.*at least the 3 of the state"):
+        resumed.checkpoints.load(released=2)
+    assert str(resumed.state) == before
+    assert torch.equal(resumed.weights, weights)
+
+
+def test_a_release_that_does_not_reach_the_disk_moves_no_parameter(folder):
+    """Also not if the script catches the error, and steps again."""
+    training = Training(folder)
+    weights = training.weights.clone()
+    failed = Future()
+    failed.set_exception(OSError(errno.EIO, "I/O error"))
+    with mock.patch.object(Journal, "note", return_value=failed), pytest.raises(CheckpointError, match="I/O error"):
+        training.train(1)
+    training.optimizer.step()
+    assert torch.equal(training.weights, weights)
+    assert training.engine.step == 1  # counted
 
 
 def test_what_a_killed_save_has_left_does_not_count(folder):

@@ -9,6 +9,7 @@ all stages hold). Without ddp, fsdp and data, all ranks are
 stages of one pipeline; one rank is the whole model.
 """
 
+import errno
 import functools
 import hashlib
 import json
@@ -319,6 +320,33 @@ def damaged(kind: str) -> dict[str, Any]:
         return run(4, work) or {}
 
 
+def apart(kind: str) -> dict[str, Any]:
+    """The last rank has a folder of its own, with another checkpoint of the step; then rank 0 has a full disk."""
+
+    def work() -> dict[str, Any]:
+        training = prepare(f"all-layer+{kind}", folder)
+        go_on(training, 1)
+        with torch.no_grad():
+            for p in training.model.parameters():
+                (p.to_local() if isinstance(p, DTensor) else p).add_(1)
+        others = {"scheduler": training.scheduler}
+        Checkpointer(folder.with_name("other"), training.engine, training.optimizer, **others).save()
+        own = folder if dist.get_rank() < dist.get_world_size() - 1 else folder.with_name("other")
+        fresh = prepare(f"all-layer+{kind}", folder.with_name("fresh"))
+        before, mixed = parameters_of(fresh.model), Checkpointer(own, fresh.engine, fresh.optimizer, **others)
+        found: dict[str, Any] = {"mixed": everywhere(mixed.load), "step": fresh.engine.step}
+        found["unchanged"] = torch.equal(parameters_of(fresh.model), before)
+        with mock.patch.object(Journal, "note", side_effect=OSError(errno.ENOSPC, "No space left on device")):
+            found["full"] = everywhere(lambda: go_on(fresh, 1))
+        fresh.optimizer.step()
+        found["still unchanged"] = torch.equal(parameters_of(fresh.model), before)
+        return found
+
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place, "run")
+        return run(2 if kind == "alone" else 4, work) or {}
+
+
 @contextmanager
 def slow_disk(log: Path) -> Iterator[None]:
     """Rank 0 dies while it writes its second release to the disk; log the releases that the optimizer gets."""
@@ -387,5 +415,5 @@ if __name__ == "__main__":
         found.__name__: found
         for found in (kills, kills_of_replicas, kills_of_shards, worlds, worlds_of_replicas, worlds_of_shards)
     }
-    scenarios |= {"meshes": meshes, "damaged": damaged, "handed_out": handed_out, "names": names}
+    scenarios |= {"meshes": meshes, "damaged": damaged, "handed_out": handed_out, "names": names, "apart": apart}
     print("RESULT", json.dumps(scenarios[sys.argv[1]](*sys.argv[2:])), flush=True)

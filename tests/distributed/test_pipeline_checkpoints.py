@@ -85,3 +85,16 @@ def test_one_name_of_different_tensors_is_refused_on_all_stages(kind: str) -> No
     }.items():
         assert len(found[case]) == ranks
         assert all(f"ConfigurationError: {what}" in error for error in found[case])
+
+
+@pytest.mark.parametrize("kind", ["alone", "ddp"])
+def test_ranks_with_different_checkpoints_load_none_and_all_learn_of_a_full_disk(kind: str) -> None:
+    """A script that catches the error must not train on with parameters of uncounted releases."""
+    found = restarts("apart", kind)
+    ranks = 2 if kind == "alone" else 4
+    assert len(found["mixed"]) == len(found["full"]) == ranks
+    assert all("Ranks have different checkpoints of step 1" in error for error in found["mixed"])
+    assert found["step"] == 0
+    assert found["unchanged"]
+    assert all("the disk is full" in error for error in found["full"])
+    assert found["still unchanged"]
