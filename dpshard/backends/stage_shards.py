@@ -94,4 +94,4 @@ class LateUnits(UnitReduction, LateSums):
                 f"summed over ranks. Call schedule.step(...) within the loop over engine.batches(...), and zero_grad() "
                 f"to start afresh."
             )
-        return self.take_fault() or super().fault()
+        return self._late_fault or super().fault()

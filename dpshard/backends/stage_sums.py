@@ -48,16 +48,15 @@ class LateSums(ABC):
         """End a micro-batch; the data ranks call it together."""
 
     def add_later(self, names: Sequence[str], take: Take) -> None:
-        """Take sums after backward; `take_fault` returns an error, which all ranks must learn."""
+        """Take sums after backward; `fault` returns an error, which all ranks must learn."""
         try:
             self.add(names, take)
         except (LogicalBatchError, UnsupportedParameterError) as error:
             self._late_fault = error
 
-    def take_fault(self) -> DpshardError | None:
-        """Return, once, why `add_later` failed."""
-        late, self._late_fault = self._late_fault, None
-        return late
+    def forget_fault(self) -> None:
+        """Forget why `add_later` failed, with the sums. Until then no release may have them."""
+        self._late_fault = None
 
 
 class WholeSums(DirectReduction, LateSums):
@@ -92,7 +91,7 @@ class WholeSums(DirectReduction, LateSums):
 
     def fault(self) -> DpshardError | None:
         """See Reduction."""
-        return self.take_fault() or super().fault()
+        return self._late_fault or super().fault()
 
     def sum_rest(self) -> None:
         """Sum over the replicas, once."""

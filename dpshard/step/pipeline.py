@@ -72,7 +72,7 @@ class InStages:
     def begin(self) -> None:
         """Begin a logical batch."""
         self._stages.take_inputs()
-        self._reduction.take_fault()  # of sums that were dropped
+        self._reduction.forget_fault()  # of sums that were dropped
 
     def note(self, plan: MicroBatchPlan) -> None:
         """Note the running forward's samples."""
