@@ -41,7 +41,9 @@ def test_the_kernel_draws_what_is_defined(start, n, weights):
     )
     expected, norm_sq = (x + 0.3 * noise) / 7.0, x.double().square().sum()
     of_noise = torch.tensor(streams, device=DEVICE), torch.tensor(weights, device=DEVICE)
+    version = x._version
     found = triton.release_(x, *of_noise, BLOCK, start, 0.3, 7.0)
+    assert x._version > version  # torch learns of the write
     assert_close(x, expected, rtol=1e-5, atol=1e-6)
     assert_close(found, norm_sq, rtol=1e-6, atol=0.0)
 
