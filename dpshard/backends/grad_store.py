@@ -16,7 +16,7 @@ from dpshard.backends.model_parts import ModelParts, Place
 from dpshard.backends.roles import Take
 from dpshard.errors import DpshardError, LogicalBatchError, UnsupportedParameterError
 from dpshard.noise.keyed import SumShard
-from dpshard.records import WIDE, accum_dtype, as_real, wide
+from dpshard.records import WIDE, accum_dtype, as_real
 
 
 class GradShards(Protocol):
@@ -219,7 +219,7 @@ class DotGradStore:
                 parameter = self._parameters[name]
                 gradient = parameter.grad
                 # Whatever else lies in `.grad` by now has no noise.
-                if gradient is None or total is not local(gradient):
+                if gradient is not total and (gradient is None or total is not local(gradient)):
                     assign(parameter, total.to(parameter.dtype))
         self._reset()
         return self._sharding.over_shards(norm_sq).sqrt()
@@ -241,7 +241,7 @@ class DotGradStore:
         found: dict[str, tuple[Tensor, SumShard]] = {}
         for name, parameter in self._parameters.items():
             gradient = parameter.grad
-            total = None if gradient is None else local(gradient)
+            total = gradient if gradient is None or type(gradient) is Tensor else local(gradient)
             if wide_sums or unreduced:
                 total = wide_sums.get(name, unreduced.get(name, total))
             if total is None:
@@ -249,16 +249,16 @@ class DotGradStore:
                     continue
                 shard = local(parameter)
                 total = torch.zeros(shard.shape, dtype=accum_dtype(shard), device=shard.device)
-            total, shape = wide(total), parameter.shape
-            kept = self._places.get(name)
+            if total.dtype not in WIDE:
+                total = total.float()
+            shape, kept = parameter.shape, self._places.get(name)
             if kept is None or kept[0] != shape:
                 kept = self._places[name] = shape, self._sharding.place(name)
-            place = kept[1]
             if total.is_complex():
                 total = total.resolve_conj()  # noise must not go to a copy of a lazily conjugated `.grad`
-                found[name] = total, SumShard(name, as_real(total), *(2 * n for n in place))
+                found[name] = total, SumShard(name, as_real(total), *(2 * n for n in kept[1]))
             else:
-                found[name] = total, SumShard(name, total, *place)
+                found[name] = total, _new(SumShard, (name, total, *kept[1]))
         return found
 
     def install(self, held: set[Tensor]) -> None:
@@ -288,6 +288,10 @@ class DotGradStore:
         self.forget()
         self._guard.reset()
         self.passes.reset()
+
+
+_new = tuple.__new__
+"""Makes a NamedTuple without the Python of its own __new__."""
 
 
 def _references() -> int:

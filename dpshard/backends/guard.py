@@ -55,7 +55,10 @@ class Guard:
         """What else may throw sums away, for the user."""
         # Not an address, which another gradient may reuse.
         self._expected: dict[str, Tensor] = {}
-        self._noted: dict[str, _Noted] = {}
+        self._noted: dict[str, tuple[Tensor, int, int]] = {}
+        """`.grad`, its version, and that of this rank's part."""
+        self._sealed: dict[str, _Seal] = {}
+        """By name; none until the backward pass ends."""
         self._unsealed: dict[str, None] = {}  # noted in this backward, without a checksum
         self._sealing = -1
         # A compiled function may call backward; dynamo would trace the callback.
@@ -118,12 +121,15 @@ class Guard:
 
     def note_all(self, names: Iterable[str]) -> None:
         """Record the present `.grad`."""
-        parameters, noted, unsealed = self._parameters, self._noted, self._unsealed
+        parameters, local = self._parameters, self._local
+        noted, unsealed, sealed = self._noted, self._unsealed, self._sealed
         for name in names:
             gradient = parameters[name].grad
             if gradient is not None:
-                noted[name] = _Noted(gradient, self._versions(gradient))
+                version = gradient._version
+                noted[name] = gradient, version, version if type(gradient) is Tensor else local(gradient)._version
                 unsealed[name] = None
+                sealed.pop(name, None)
         backward = torch._C._current_graph_task_id()
         if backward == -1 or self._at_once:
             self._seal()
@@ -138,17 +144,12 @@ class Guard:
         if fresh:
             with torch.no_grad():  # to_local() is an operator otherwise
                 seal = _Seal(*checksums(self._bits(fresh)))
-            for name in fresh:
-                self._noted[name].seal = seal
+            self._sealed.update(dict.fromkeys(fresh, seal))
 
     def _bits(self, names: Iterable[str]) -> dict[str, Tensor]:
         noted, local = self._noted, self._local
-        some = {name: noted[name].gradient for name in names}
+        some = {name: noted[name][0] for name in names}
         return {name: x if type(x) is Tensor else local(x) for name, x in some.items()}
-
-    def _versions(self, gradient: Tensor) -> tuple[int, int]:
-        version = gradient._version
-        return version, version if type(gradient) is Tensor else self._local(gradient)._version
 
     def holds_anything(self, name: str) -> bool:
         """Return True unless this rank's part of `.grad` is zero."""
@@ -160,9 +161,9 @@ class Guard:
         gradient, noted = self._parameters[name].grad, self._noted.get(name)
         if noted is None:
             return gradient is None or not self.holds_anything(name)  # zero_grad(set_to_none=False)
-        if gradient is None or gradient is not noted.gradient:
+        if gradient is None or gradient is not noted[0] or gradient._version != noted[1]:
             return False
-        return self._versions(gradient) == noted.versions
+        return type(gradient) is Tensor or self._local(gradient)._version == noted[2]
 
     def all_thrown_away(self) -> bool:
         """Return True after zero_grad(); zeros may be stand-ins."""
@@ -171,10 +172,22 @@ class Guard:
 
     def require_untouched(self, names: Collection[str]) -> None:
         """Raise LogicalBatchError unless gradients are untouched, UnsupportedParameterError for foreign hooks."""
-        parameters, noted = self._parameters, self._noted
-        for name in names:
+        parameters, noted, own, odd = self._parameters, self._noted, self._own, []
+        for name in names:  # no calls for plain gradients as they must be: hundreds of anchors loop here
+            parameter, was = parameters[name], noted.get(name)
+            gradient = parameter.grad
+            same = was is None
+            if gradient is not None:
+                same = was is not None and gradient is was[0] and gradient._version == was[1]
+                same = same and type(gradient) is Tensor
+            hooks, after = parameter._backward_hooks, getattr(parameter, "_post_accumulate_grad_hooks", None)
+            mine, mine_after = own[name]
+            hooked = not hooks or len(hooks) > 1 or mine not in hooks or tuple(after or ()) != mine_after
+            if hooked or not same:
+                odd.append(name)
+        for name in odd:
             self.refuse_hooks(name, parameters[name])
-        for name in names:
+        for name in odd:
             if (name in noted or parameters[name].grad is not None) and not self.is_untouched(name):
                 self._refuse(name)
         if self._at_once:
@@ -187,8 +200,9 @@ class Guard:
 
     def compare_bits(self) -> None:
         """Compare all gradients with their checksums; LogicalBatchError, later if reading would stall."""
-        for seal in {id(x.seal): x.seal for x in self._noted.values() if x.seal is not None}.values():
-            held = [name for name in seal.names if name in self._noted and self._noted[name].seal is seal]
+        sealed = self._sealed
+        for seal in dict.fromkeys(sealed.values()):
+            held = [name for name in seal.names if sealed.get(name) is seal]
             names, now_N = checksums(self._bits(held))
             then_N = seal.checksum_N if names == seal.names else seal.checksum_N[[seal.names.index(n) for n in names]]
             self._comparisons.append((names, now_N != then_N))
@@ -200,12 +214,10 @@ class Guard:
         comparisons, self._comparisons = self._comparisons, []
         changed = [changed_N for _, changed_N in comparisons]
         found = torch.cat(changed).tolist() if changed else []
-        names = [name for names, _ in comparisons for name in names]
-        self._refuse(next((name for name, is_changed in zip(names, found, strict=True) if is_changed), None))
+        if True in found:
+            self._refuse([name for names, _ in comparisons for name in names][found.index(True)])
 
-    def _refuse(self, touched: str | None) -> None:
-        if touched is None:
-            return
+    def _refuse(self, touched: str) -> None:
         if not self.holds_anything(touched):
             raise LogicalBatchError(
                 f"The clipped sum of {touched} was thrown away before it was released. Call zero_grad() only after "
@@ -241,6 +253,7 @@ class Guard:
     def forget(self) -> None:
         """Forget all recorded gradients."""
         self._noted.clear()
+        self._sealed.clear()
         self._unsealed.clear()
         self._comparisons.clear()
 
@@ -259,13 +272,4 @@ class Guard:
 class _Seal:
     names: list[str]
     checksum_N: Tensor
-    """int64, in the order of `names`."""
-
-
-@dataclass(slots=True, eq=False)
-class _Noted:
-    gradient: Tensor
-    versions: tuple[int, int]
-    """Of the gradient, and of this rank's part."""
-    seal: _Seal | None = None
-    """None until the backward pass ends."""
+    """int64"""

@@ -22,10 +22,11 @@ rows make the whole 0 with probability 2^(k - 64). Over k, its mean is below 33 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels import native
@@ -50,7 +51,9 @@ class SumDigest:
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
         self._wide_columns: dict[torch.device, Tensor] = {}
-        self._weights: dict[tuple[str, int, int], native.Weights] = {}
+        # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
+        self._weights: dict[tuple[str, int, int], NDArray[np.int64]] = {}
+        self._stretches: dict[Any, native.Stretches] = {}
         self._weights_on: dict[tuple[str, int, int, torch.device], Tensor] = {}
 
     def part(self, shards: Sequence[SumShard]) -> Tensor:
@@ -59,30 +62,27 @@ class SumDigest:
         Raises ConfigurationError for a shard that cannot get noise.
         """
         require_shards(shards)
-        total = self._of_whole([shard for shard in shards if not shard.run])
-        for shard in shards:
-            for piece in shard.contiguous() if shard.run and shard.local.numel() else ():
+        filled = [shard for shard in shards if shard.local.numel()]
+        total = self._of_whole([shard for shard in filled if not shard.run])
+        for shard in filled:
+            for piece in shard.contiguous() if shard.run else ():
                 total = self._of_whole([piece]).to(total.device) + total
         return total
 
     def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:
-        found: dict[torch.device, Tensor] = {}
-        rest: dict[torch.device, list[_Stretch]] = {}
-        natively: list[tuple[Tensor, int, native.Weights]] = []
-        for name, local, start, *_ in shards:
-            n, device = local.numel(), local.device
-            if not n:
-                continue
-            words = local.itemsize // 4
-            x, start = dense(local), start * words
-            if device not in found:
-                found[device] = torch.zeros(LANES, dtype=torch.int64, device=device)
-            if native.supports_digest(x):
-                natively.append((x, start % WIDTH, self._of_rows(name, start, n * words)))
-            else:
-                rest.setdefault(device, []).append(_stretch(name, start, x))
+        """Digest of shards of one run, with at least one element each."""
+        devices = dict.fromkeys([shard.local.device for shard in shards])
+        found = {device: torch.zeros(LANES, dtype=torch.int64, device=device) for device in devices}
+        natively, others = shards, ()
+        if not native.supports_digest([shard.local for shard in shards]):
+            natively = [shard for shard in shards if native.supports_digest([shard.local])]
+            others = [shard for shard in shards if not native.supports_digest([shard.local])]
         if natively:
-            native.add_digests_(found[natively[0][0].device], natively, self._columns)
+            self._add_natively_(found[natively[0].local.device], natively)
+        rest: dict[torch.device, list[_Stretch]] = {}
+        for name, local, start, *_ in others:
+            stretch = _stretch(name, start * (local.itemsize // 4), dense(local))
+            rest.setdefault(local.device, []).append(stretch)
         for device, others in rest.items():
             for pieces in _batches(others):
                 weights = [self._of_rows_on(device, piece.name, piece.start, len(piece.words)) for piece in pieces]
@@ -93,13 +93,27 @@ class SumDigest:
             whole = whole + total.to(whole.device)
         return whole
 
+    def _add_natively_(self, total: Tensor, shards: Sequence[SumShard]) -> None:
+        """Add the digest of shards that compiled code supports. Where they lie is learnt once."""
+        names, tensors, starts, *_ = zip(*shards, strict=True)
+        sizes, itemsizes = tuple(map(Tensor.numel, tensors)), tuple([x.itemsize for x in tensors])
+        layout = names, starts, sizes, itemsizes
+        stretches = self._stretches.get(layout)
+        if stretches is None:
+            found = []
+            for name, start, n, itemsize in zip(*layout, strict=True):
+                at, words = start * (itemsize // 4), n * itemsize // 4
+                found.append((words, at % WIDTH, self._of_rows(name, at, words)))
+            stretches = self._stretches[layout] = native.Stretches(found)
+        native.add_digests_(total, [x if x.is_contiguous() else dense(x) for x in tensors], stretches, self._columns)
+
     def _columns_on(self, device: torch.device) -> Tensor:
         if device not in self._wide_columns:
             self._wide_columns[device] = self._columns.to(device, torch.int64)
         return self._wide_columns[device]
 
-    def _of_rows(self, name: str, start: int, n: int) -> native.Weights:
-        """Return the weights of the rows that words [start, start + n) meet."""
+    def _of_rows(self, name: str, start: int, n: int) -> NDArray[np.int64]:
+        """Weights [rows, 2] of the rows that words [start, start + n) meet."""
         key = name, start // WIDTH, -(-(start + n) // WIDTH)
         found = self._weights.get(key)
         if found is None:
@@ -108,13 +122,13 @@ class SumDigest:
             keys = [derive_key(self._secret, "digest", name, block) for block in blocks]
             weights = np.concatenate([RandomSource(k).words(LANES * BLOCK).view("<i8") for k in keys])
             rows = weights.reshape(-1, LANES)[first - blocks.start * BLOCK : end - blocks.start * BLOCK]
-            found = self._weights[key] = native.Weights(rows)
+            found = self._weights[key] = np.ascontiguousarray(rows, np.int64)
         return found
 
     def _of_rows_on(self, device: torch.device, name: str, start: int, n: int) -> Tensor:
         key = name, start, n, device
         if key not in self._weights_on:
-            self._weights_on[key] = torch.from_numpy(self._of_rows(name, start, n).rows).to(device)
+            self._weights_on[key] = torch.from_numpy(self._of_rows(name, start, n)).to(device)
         return self._weights_on[key]
 
 

@@ -44,16 +44,19 @@ from dpshard.kernels import native, philox, triton
 from dpshard.noise import LOG2_STD
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.noise.pieces import (
-    Block,
+    Blocks,
     LongPiece,
+    Span,
     blocks_of,
+    by_kind,
     cut,
     dense,
     keys_of_pieces,
     release_short_,
-    rest_of,
+    rests_of,
+    select,
 )
-from dpshard.randomness import RandomSource, derive_key, derive_keys
+from dpshard.randomness import RandomSource, derive_each, derive_key, derive_keys
 
 BLOCK = 2**20
 """Elements under one key. A change of this, HEAD, SUMMANDS or the lengths of pieces changes what run secrets mean."""
@@ -71,8 +74,6 @@ SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 """Elements of the first and the longest pieces of a block of discrete noise."""
 
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
-
-Pairs = Sequence[tuple["SumShard", Tensor]]
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -150,10 +151,11 @@ class KeyedGaussian:
         return self._release_(shards, step, std, divisor)
 
     def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
-        whole = [shard for shard in shards if not shard.run]
+        filled = [shard for shard in shards if shard.local.numel()]
+        whole = [shard for shard in filled if not shard.run]
         squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
-        for shard in shards:
-            if shard.run and shard.local.numel():
+        for shard in filled:
+            if shard.run:
                 pieces = list(shard.contiguous())
                 squares += [self._release_whole_([piece], step, std, divisor) for piece in pieces]
                 shard.take_back_(pieces)
@@ -163,56 +165,62 @@ class KeyedGaussian:
         return (torch.stack([first, *(x.to(first.device) for x in others)]).sum() if others else first).sqrt()
 
     def _release_whole_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
-        """Release shards of one run; return their squared norm before the noise, float64 []."""
-        pairs = [(shard, dense(shard.local)) for shard in shards if shard.local.numel()]
-        if not pairs:
-            return torch.zeros((), dtype=torch.float64, device="cpu")
-        at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in {x.device for _, x in pairs}}
-        here = [pair for pair in pairs if at_hand[pair[1].device]]
-        there = [pair for pair in pairs if not at_hand[pair[1].device]]
-        squares = [self._release_with_cpu_noise_(here, step, std, divisor)] if here else []
-        squares += [self._release_with_device_noise_(there, step, std, divisor)] if there else []
-        for shard, x in pairs:
-            if x is not shard.local:
-                shard.local.detach().copy_(x.view(shard.local.shape))
-        return torch.stack([square.to(pairs[0][1].device) for square in squares]).sum()
+        """Release nonempty shards of one run; return their squared norm before the noise, float64 []."""
+        names, tensors, starts, *_ = zip(*shards, strict=True)
+        devices = [x.device for x in tensors]
+        at_hand = {device: std == 0 or self._draws_on_cpu(device) for device in dict.fromkeys(devices)}
+        parts = [x if x.is_contiguous() else dense(x) for x in tensors]
+        squares = []
+        for here in dict.fromkeys(at_hand.values()):
+            some = [*range(len(parts))]
+            if len(at_hand) > 1:
+                some = [i for i in some if at_hand[devices[i]] == here]
+            release_ = self._release_with_cpu_noise_ if here else self._release_with_device_noise_
+            own = [parts[i] for i in some]
+            blocks = blocks_of([names[i] for i in some], [starts[i] for i in some], own, BLOCK)
+            squares.append(release_(blocks, own, step, std, divisor))
+        for x, part in zip(tensors, parts, strict=True):
+            if part is not x:
+                x.detach().copy_(part.view(x.shape))
+        return torch.stack([square.to(devices[0]) for square in squares]).sum()
 
-    def _release_with_cpu_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
-        blocks = [block for shard, x in pairs for block in blocks_of(shard.name, shard.start, x, BLOCK)]
-        norm_sq = _norm_sq([block.part for block in blocks])
+    def _release_with_cpu_noise_(
+        self, blocks: Blocks, parts: Sequence[Tensor], step: int, std: float, divisor: float
+    ) -> Tensor:
+        norm_sq = _norm_sq(blocks.parts)
         if std > 0:
             self._release_blocks_(blocks, step, std, divisor)
             # Compiled code and numpy write where torch does not see it.
-            torch.autograd.graph.increment_version([x for _, x in pairs])
+            torch.autograd.graph.increment_version(parts)
         else:
-            torch._foreach_div_([x.detach() for _, x in pairs], divisor)
+            torch._foreach_div_([x.detach() for x in parts], divisor)
         return norm_sq
 
-    def _release_with_device_noise_(self, pairs: Pairs, step: int, std: float, divisor: float) -> Tensor:
-        of_shards = [blocks_of(shard.name, shard.start, x, BLOCK) for shard, x in pairs]
-        endings = [(block.name, block.number) for blocks in of_shards for block in blocks]
-        terms = self._terms(step)
+    def _release_with_device_noise_(
+        self, blocks: Blocks, parts: Sequence[Tensor], step: int, std: float, divisor: float
+    ) -> Tensor:
+        layout, terms = blocks.layout, self._terms(step)
         streams = torch.tensor(
-            [[_stream(key) for key in derive_keys(v.secret, ("noise", v.step), endings)] for v in terms],
+            [[_stream(key) for key in derive_keys(v.secret, ("noise", v.step), layout.endings)] for v in terms],
             dtype=torch.int64,
             device="cpu",
         )  # [terms, blocks, 3]
-        copies = {device: (streams.to(device), _weights_on(device, terms)) for device in {x.device for _, x in pairs}}
+        copies = {device: (streams.to(device), _weights_on(device, terms)) for device in {x.device for x in parts}}
         norms, at = [], 0
-        for (shard, x), blocks in zip(pairs, of_shards, strict=True):
-            own, weights = copies[x.device]
-            own = own[:, at : at + len(blocks)].contiguous()
-            at += len(blocks)
+        for x, count in zip(parts, layout.counts, strict=True):
+            (own, weights), first = copies[x.device], layout.spans[at]
+            own, start = own[:, at : at + count].contiguous(), first.number * BLOCK + first.lo
+            at += count
             by_kernel = x.dtype == torch.float32 and triton.run_on(x.device)
             release_ = triton.release_ if by_kernel else philox.release_
-            norms.append(release_(x.detach().view(-1), own, weights, BLOCK, shard.start, std, divisor).sqrt())
+            norms.append(release_(x.detach().view(-1), own, weights, BLOCK, start, std, divisor).sqrt())
         return _square_of(norms)
 
     def _terms(self, step: int) -> Sequence[NoiseTerm]:
         return (NoiseTerm(1.0, self.secret, step),)
 
-    def _keys(self, blocks: Sequence[Block], step: int) -> list[bytes]:
-        return derive_keys(self.secret, ("noise", step), [(block.name, block.number) for block in blocks])
+    def _keys(self, blocks: Blocks, step: int) -> list[bytes]:
+        return derive_keys(self.secret, ("noise", step), blocks.layout.endings)
 
     def add_(self, target: Tensor, *, step: int, name: str, std: float, start: int = 0) -> Tensor:
         """Add N(0, std**2) noise to `target` in place and return it; see SumShard."""
@@ -237,19 +245,16 @@ class KeyedGaussian:
             torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
         )
 
-    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
-        alike: dict[Any, list[tuple[Block, bytes]]] = {}
-        for block, key in zip(blocks, self._keys(blocks, step), strict=True):
-            alike.setdefault((block.part.dtype, block.part.device), []).append((block, key))
-        for (dtype, _), some in alike.items():
-            wide = self.secure or dtype == torch.float64
-            pieces = cut(tuple([(block.lo, block.part.numel()) for block, _ in some]), HEAD, wide=wide)
-            keys = keys_of_pieces([key for _, key in some], pieces)
-            keys = [summand for key in keys for summand in _summands(key)] if self.secure else keys
-            release_short_([block.part for block, _ in some], pieces, keys, std, divisor, wide=wide)
-            for piece in pieces.long:
-                block, key = some[piece.block]
-                self._release_long_(block.elements[piece.first :], piece, rest_of(key), std, divisor)
+    def _release_blocks_(self, blocks: Blocks, step: int, std: float, divisor: float) -> None:
+        for some in by_kind(blocks):
+            parts, pieces, keys = some.parts, cut(some.layout, HEAD), self._keys(some, step)
+            of_pieces = keys_of_pieces(keys, pieces)
+            of_pieces = _summands(of_pieces) if self.secure else of_pieces
+            wide = self.secure or parts[0].dtype == torch.float64
+            release_short_(parts, pieces, of_pieces, std, divisor, wide=wide)
+            for piece, key in zip(pieces.long, rests_of([keys[piece.block] for piece in pieces.long]), strict=True):
+                elements = parts[piece.block].detach().view(-1)
+                self._release_long_(elements[piece.first :], piece, key, std, divisor)
 
     def _release_long_(self, part: Tensor, piece: LongPiece, key: bytes, std: float, divisor: float) -> None:
         """Release the first elements of `part`, a piece of several stretches of its stream."""
@@ -288,19 +293,19 @@ class KeyedDiscreteGaussian(KeyedGaussian):
     def _draws_on_cpu(self, device: torch.device) -> bool:
         return True
 
-    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
-        for block, key in zip(blocks, self._keys(blocks, step), strict=True):
-            for part, integers in self._noise(block, key):
-                self._privatize(part, integers, std, divisor)
+    def _release_blocks_(self, blocks: Blocks, step: int, std: float, divisor: float) -> None:
+        for span, part, key in zip(blocks.layout.spans, blocks.parts, self._keys(blocks, step), strict=True):
+            for piece, integers in self._noise(span, part.detach().view(-1), key):
+                self._privatize(piece, integers, std, divisor)
 
-    def _noise(self, block: Block, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
-        part, end = block.elements, block.lo + block.part.numel()
+    def _noise(self, span: Span, part: Tensor, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+        lo, end = span.lo, span.lo + span.n
         start, stop = 0, SHORTEST_PIECE
         while start < end:
-            if stop > block.lo:
+            if stop > lo:
                 integers = DiscreteGaussian().sample(stop - start, RandomSource(derive_key(key, "piece", start)))
-                first = max(start, block.lo)
-                yield part[first - block.lo : stop - block.lo], integers[first - start : end - start]
+                first = max(start, lo)
+                yield part[first - lo : stop - lo], integers[first - start : end - start]
             start, stop = stop, stop + min(stop, LONGEST_PIECE)
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
@@ -322,22 +327,22 @@ class CorrelatedGaussian(KeyedGaussian):
     def _terms(self, step: int) -> Sequence[NoiseTerm]:
         return self.terms
 
-    def _release_blocks_(self, blocks: Sequence[Block], step: int, std: float, divisor: float) -> None:
-        for alike in _by_dtype(blocks):
+    def _release_blocks_(self, blocks: Blocks, step: int, std: float, divisor: float) -> None:
+        for alike in by_kind(blocks):
             for some in _groups(alike):
                 self._release_some_(some, std, divisor)
 
-    def _release_some_(self, blocks: Sequence[Block], std: float, divisor: float) -> None:
+    def _release_some_(self, blocks: Blocks, std: float, divisor: float) -> None:
         """Release blocks of one dtype. Its memory does not depend on the number of vectors."""
-        sizes = [block.part.numel() for block in blocks]
-        dtype = torch.float64 if self.secure else blocks[0].part.dtype
+        sizes = [span.n for span in blocks.layout.spans]
+        dtype = torch.float64 if self.secure else blocks.parts[0].dtype
         total = torch.zeros(sum(sizes), dtype=dtype, device="cpu")
-        parts = [block._replace(part=part) for block, part in zip(blocks, total.split(sizes), strict=True)]
+        sums = total.split(sizes)
         for term in self.terms:
             noise = KeyedGaussian(term.secret, self.secure)
-            noise._release_blocks_(parts, term.step, term.weight, 1.0)
-        for block, of_block in zip(blocks, parts, strict=True):
-            self._privatize(block.elements, of_block.part.numpy(), std, divisor)
+            noise._release_blocks_(Blocks(blocks.layout, sums), term.step, term.weight, 1.0)
+        for part, of_block in zip(blocks.parts, sums, strict=True):
+            self._privatize(part.detach().view(-1), of_block.numpy(), std, divisor)
 
 
 def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> str:
@@ -349,8 +354,8 @@ def generator_name(device: torch.device, noise: NoiseName, *, secure: bool) -> s
 
 
 def _sums(key: bytes, n: int) -> Iterator[NDArray[np.float64]]:
-    """Yield `n` standard normals in pieces, each a sum of SUMMANDS. The next piece overwrites it."""
-    return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands(key))
+    """Yield `n` standard normals in pieces, each a sum of SUMMANDS; the next piece overwrites it."""
+    return _summed(RandomSource(summand).normals(n, np.float64) for summand in _summands([key]))
 
 
 def _summed(sources: Iterable[Iterator[NDArray[np.float64]]]) -> Iterator[NDArray[np.float64]]:
@@ -365,8 +370,10 @@ def _normals(key: bytes, n: int, dtype: torch.dtype) -> Iterator[NDArray[Any]]:
     return RandomSource(key).normals(n, _NUMPY_DTYPE[dtype])
 
 
-def _summands(key: bytes) -> list[bytes]:
-    return [derive_key(key, "summand", i) for i in range(SUMMANDS)]
+def _summands(keys: Sequence[bytes]) -> list[bytes]:
+    """Return SUMMANDS keys for each key, one after another."""
+    of_summands = [derive_each(keys, "summand", i) for i in range(SUMMANDS)]
+    return [summand for some in zip(*of_summands, strict=True) for summand in some]
 
 
 class NoiseTerm(NamedTuple):
@@ -399,20 +406,15 @@ def _stream(key: bytes) -> tuple[int, ...]:
     return struct.unpack("<3q", key[:24])
 
 
-def _by_dtype(blocks: Sequence[Block]) -> list[list[Block]]:
-    alike: dict[torch.dtype, list[Block]] = {}
-    for block in blocks:
-        alike.setdefault(block.part.dtype, []).append(block)
-    return list(alike.values())
-
-
-def _groups(blocks: Sequence[Block]) -> Iterator[list[Block]]:
-    """Yield groups of less than 2 BLOCK elements."""
-    group: list[Block] = []
-    for block in blocks:
-        group.append(block)
-        if sum(each.part.numel() for each in group) >= BLOCK:
-            yield group
-            group = []
+def _groups(blocks: Blocks) -> Iterator[Blocks]:
+    """Yield blocks in groups of less than 2 BLOCK elements."""
+    group: list[int] = []
+    elements = 0
+    for i, span in enumerate(blocks.layout.spans):
+        group.append(i)
+        elements += span.n
+        if elements >= BLOCK:
+            yield select(blocks, group)
+            group, elements = [], 0
     if group:
-        yield group
+        yield select(blocks, group)

@@ -1,37 +1,50 @@
-"""The parts of shards under one key each: blocks, and their short pieces, whose noise is drawn together."""
+"""The parts of shards under one key each: blocks, and their short pieces, whose noise is drawn together.
+
+What depends on neither keys nor values is learnt once: a `Layout` of shards, and its `Pieces`.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels import native
-from dpshard.randomness import UNIT, derive_key, first_bytes
-
-_TOGETHER = 2**20
-"""Bytes of random streams per batch: as many as fit the cache."""
+from dpshard.randomness import UNIT, derive_each
 
 
-class Block(NamedTuple):
-    """The part of a shard in one block of a parameter."""
+class Span(NamedTuple):
+    """The place of a part in one block of a parameter."""
 
     name: str
     number: int
     lo: int
     """Place of the first element in the block."""
-    part: Tensor
-    """Contiguous, any shape, at least one element."""
+    n: int
 
-    @property
-    def elements(self) -> Tensor:
-        """Return the elements of `part` [n], without a gradient."""
-        return self.part.detach().view(-1)
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Layout:
+    """The blocks of some shards, one shard after another."""
+
+    spans: tuple[Span, ...]
+    counts: tuple[int, ...]
+    """Blocks of each shard."""
+    endings: list[tuple[str, int]]
+    """What keys of blocks end with: names and numbers."""
+
+
+class Blocks(NamedTuple):
+    """Parts of shards in one block each."""
+
+    layout: Layout
+    parts: Sequence[Tensor]
+    """Contiguous, any shape."""
 
 
 class LongPiece(NamedTuple):
@@ -47,12 +60,12 @@ class LongPiece(NamedTuple):
 class Pieces(NamedTuple):
     """A plan for the noise of some blocks."""
 
-    short: NDArray[np.int64]
-    """Rows of native.release_pieces_, in the order of the blocks."""
-    of_rest: tuple[bool, ...]
-    """Whether the key of each is that of the rest of the block."""
-    sizes: tuple[int, ...]
-    """Bytes of a stream for each."""
+    short: native.Pieces | None
+    """In the order of the blocks."""
+    blocks: tuple[int, ...]
+    """The block of each of them."""
+    rests: tuple[int, ...]
+    """Those whose key is that of the rest of a block."""
     long: tuple[LongPiece, ...]
 
 
@@ -61,38 +74,70 @@ def dense(x: Tensor) -> Tensor:
     return x if x.is_contiguous() else x.detach().contiguous()
 
 
-def blocks_of(name: str, start: int, x: Tensor, size: int) -> list[Block]:
-    """Return the blocks of `size` elements that meet `x`, contiguous elements of a parameter from `start` on."""
-    n = x.numel()
-    if start % size + n <= size:
-        return [Block(name, start // size, start % size, x)]
-    flat, stop, found = x.detach().view(-1), start + n, []
-    for number in range(start // size, -(-stop // size)):
-        lo, hi = max(start, number * size), min(stop, (number + 1) * size)
-        found.append(Block(name, number, lo - number * size, flat[lo - start : hi - start]))
-    return found
+def blocks_of(names: Sequence[str], starts: Sequence[int], parts: Sequence[Tensor], size: int) -> Blocks:
+    """Return the blocks of `size` elements that contiguous parts meet, elements of parameters from `starts` on."""
+    layout = _layout(tuple(names), tuple(starts), tuple(map(Tensor.numel, parts)), size)
+    if len(layout.spans) == len(parts):
+        return Blocks(layout, parts)
+    found: list[Tensor] = []
+    for x, count in zip(parts, layout.counts, strict=True):
+        spans = layout.spans[len(found) : len(found) + count]
+        found += [x] if count == 1 else x.detach().view(-1).split([span.n for span in spans])
+    return Blocks(layout, found)
 
 
-@functools.lru_cache(maxsize=16)
-def cut(spans: tuple[tuple[int, int], ...], head: int, *, wide: bool) -> Pieces:
-    """Cut blocks of elements [lo, lo + n) into heads of `head` elements and rests; `wide`: for float64."""
+def by_kind(blocks: Blocks) -> list[Blocks]:
+    """Return blocks of one dtype and device each."""
+    kinds = [(x.dtype, x.device) for x in blocks.parts]
+    different = dict.fromkeys(kinds)
+    if len(different) == 1:
+        return [blocks]
+    return [select(blocks, [i for i, other in enumerate(kinds) if other == kind]) for kind in different]
+
+
+def select(blocks: Blocks, indices: Sequence[int]) -> Blocks:
+    """Return some of the blocks."""
+    return Blocks(_selected(blocks.layout, tuple(indices)), [blocks.parts[i] for i in indices])
+
+
+@functools.lru_cache(maxsize=16)  # the same shards at every step
+def _layout(names: tuple[str, ...], starts: tuple[int, ...], sizes: tuple[int, ...], block: int) -> Layout:
+    spans: list[Span] = []
+    counts: list[int] = []
+    for name, start, n in zip(names, starts, sizes, strict=True):
+        numbers = range(start // block, -(-(start + n) // block))
+        for number in numbers:
+            lo, hi = max(start, number * block), min(start + n, (number + 1) * block)
+            spans.append(Span(name, number, lo - number * block, hi - lo))
+        counts.append(len(numbers))
+    return Layout(tuple(spans), tuple(counts), [(span.name, span.number) for span in spans])
+
+
+@functools.lru_cache(maxsize=64)
+def _selected(layout: Layout, indices: tuple[int, ...]) -> Layout:
+    return Layout(tuple(layout.spans[i] for i in indices), (1,) * len(indices), [layout.endings[i] for i in indices])
+
+
+@functools.lru_cache(maxsize=64)
+def cut(layout: Layout, head: int) -> Pieces:
+    """Cut blocks into heads of `head` elements and rests."""
     short: list[tuple[int, ...]] = []
-    of_rest: list[bool] = []
+    rests: list[int] = []
     long: list[LongPiece] = []
-    for block, (start, n) in enumerate(spans):
+    for block, (_, _, start, n) in enumerate(layout.spans):
         end = start + n
         if start < head:
             short.append((block, 0, head // 2, start, min(end, head)))
-            of_rest.append(False)
         if end > head:
             first, lo = max(0, head - start), max(0, start - head)
             if end - head > UNIT:
                 long.append(LongPiece(block, first, lo, end - head))
             else:
+                rests.append(len(short))
                 short.append((block, first, UNIT // 2, lo, end - head))
-                of_rest.append(True)
-    rows = np.array(short, np.int64).reshape(-1, 5)
-    return Pieces(rows, tuple(of_rest), tuple(native.bytes_of_streams(rows, wide=wide).tolist()), tuple(long))
+    blocks = tuple(block for block, *_ in short)
+    pieces = native.Pieces([span.n for span in layout.spans], np.array(short, np.int64)) if short else None
+    return Pieces(pieces, blocks, tuple(rests), tuple(long))
 
 
 def release_short_(
@@ -102,52 +147,31 @@ def release_short_(
 
     The noise of a piece is the scaled sum of normals of its successive `keys`, float64 if `wide`.
     """
-    if not keys:
+    if pieces.short is None:
         return
-    if not parts[0].is_cpu:
-        _release_elsewhere_(parts, pieces, keys, std, divisor, wide=wide)
+    if parts[0].is_cpu:
+        native.release_pieces_(parts, pieces.short, keys, std, divisor, wide=wide)
         return
-    rows, sizes = pieces.short, pieces.sizes
-    summands = len(keys) // len(rows)
-    for start, stop in _batches(sizes, _TOGETHER // summands):
-        of_streams = [size for size in sizes[start:stop] for _ in range(summands)]
-        streams = first_bytes(keys[start * summands : stop * summands], of_streams)
-        first, last = int(rows[start, 0]), int(rows[stop - 1, 0])
-        own = rows[start:stop] - [first, 0, 0, 0, 0]
-        native.release_pieces_(parts[first : last + 1], own, streams, std, divisor, wide=wide)
-
-
-def _release_elsewhere_(
-    parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
-) -> None:
-    spans = [(block, first, end - lo) for block, first, _, lo, end in pieces.short.tolist()]
+    # Short pieces of a device with the CPU's noise.
+    rows = pieces.short.rows
+    spans = [(block, first, end - lo) for block, first, _, lo, end in rows.tolist()]
     elements = [parts[block].detach().view(-1)[first : first + n] for block, first, n in spans]
     sizes = [n for _, _, n in spans]
     joined = torch.cat(elements)
-    host = joined.cpu()
-    rows = pieces.short.copy()
+    host, rows = joined.cpu(), rows.copy()
     rows[:, 0], rows[:, 1] = np.arange(len(rows)), 0
-    release_short_(host.split(sizes), pieces._replace(short=rows), keys, std, divisor, wide=wide)
+    native.release_pieces_(host.split(sizes), native.Pieces(sizes, rows), keys, std, divisor, wide=wide)
     torch._foreach_copy_(elements, joined.copy_(host).split(sizes))
 
 
 def keys_of_pieces(keys: Sequence[bytes], pieces: Pieces) -> list[bytes]:
-    """Return the key of each short piece."""
-    own = [keys[block] for block in pieces.short[:, 0].tolist()]
-    return [rest_of(key) if of_rest else key for key, of_rest in zip(own, pieces.of_rest, strict=True)]
+    """Return the key of each short piece, from those of the blocks."""
+    own = [keys[block] for block in pieces.blocks]
+    for i, key in zip(pieces.rests, rests_of([own[i] for i in pieces.rests]), strict=True):
+        own[i] = key
+    return own
 
 
-def rest_of(key: bytes) -> bytes:
-    """Return the key of the rest of a block."""
-    return derive_key(key, "rest")
-
-
-def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of indices whose sizes add up to at most `most`, or of one index."""
-    start = total = 0
-    for i, size in enumerate(sizes):
-        if i > start and total + size > most:
-            yield start, i
-            start, total = i, 0
-        total += size
-    yield start, len(sizes)
+def rests_of(keys: Sequence[bytes]) -> list[bytes]:
+    """Return the keys of the rests of blocks, from those of the blocks."""
+    return derive_each(keys, "rest")

@@ -23,7 +23,7 @@ from dpshard.errors import ConfigurationError
 from dpshard.kernels import native
 from dpshard.noise import keyed
 from dpshard.noise.keyed import BLOCK, HEAD, KeyedGaussian, SumShard
-from dpshard.randomness import RandomSource, derive_key, derive_keys, first_bytes
+from dpshard.randomness import RandomSource, derive_key, derive_keys
 
 SECRET = bytes(range(32))
 GAUSSIAN = KeyedGaussian(SECRET)
@@ -166,7 +166,7 @@ def test_float64_noise_has_float64_bits():
 
 def stretch(key, n):
     """Return the `n` normals that are drawn at once under a key."""
-    words = np.frombuffer(first_bytes([key], [8 * n])[0], np.int32, 2 * n).reshape(1, 4, n // 2).copy()
+    words = RandomSource(key).words(n).view(np.int32).reshape(1, 4, n // 2)
     normals = np.empty((1, 2, n // 2))
     native.box_muller(words, normals, np.empty((4, 1, n // 2)))
     return normals.reshape(-1)

@@ -2,7 +2,8 @@
 
 [Note: Native code]
 
-- normals.c: box_muller, release_, release_pieces_: normals from OpenSSL's random words, added to sums.
+- normals.c: box_muller, release_, release_pieces_: normals from random words, added to sums. The words are those of
+  OpenSSL's cipher; short pieces need few, which cipher.h makes by the processor's instructions for AES.
 - sums.c: checksums, norms_sq: a number for each of many tensors at once.
 - digest.c: add_digests_: a digest of the bits of sums under secret weights.
 - gram.c: floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2.
@@ -17,18 +18,18 @@ A build changes only the last bits of the noise, in logarithms and cosines. DPSH
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution
-from dpshard.kernels.native.digest import Weights, add_digests_, supports_digest
+from dpshard.kernels.native.digest import Stretches, add_digests_, supports_digest
 from dpshard.kernels.native.gram import floored_ghost_norm_sq, ghost_flops, supports_ghost_norm
 from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
-from dpshard.kernels.native.normals import box_muller, bytes_of_streams, release_, release_pieces_
+from dpshard.kernels.native.normals import Pieces, box_muller, release_, release_pieces_
 from dpshard.kernels.native.sums import checksums, norms_sq, supports_sums
 
 __all__ = [
-    "Weights",
+    "Pieces",
+    "Stretches",
     "add_digests_",
     "box_muller",
-    "bytes_of_streams",
     "checksums",
     "floored_ghost_norm_sq",
     "ghost_flops",

@@ -9,38 +9,47 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard.kernels.native.library import library, table, team
+from dpshard.kernels.native.library import Table, addresses, columns, library, team
 
 WIDTH = 4096
 """Words of a row; see digest.c."""
 
 
-def supports_digest(words: Tensor) -> bool:
-    """Return True if compiled code supports `words`."""
-    return words.device.type == "cpu" and type(words) is Tensor and library() is not None
+def supports_digest(tensors: Sequence[Tensor]) -> bool:
+    """Return True if compiled code supports `tensors`."""
+    return {*map(type, tensors)} <= {Tensor} and {x.is_cpu for x in tensors} <= {True} and library() is not None
 
 
-class Weights:
-    """`rows` [R, 2], int64, of consecutive rows."""
+class Stretches:
+    """Stretches (words; place of the first in its row; weights of the rows [R, 2], int64) at no address yet.
 
-    def __init__(self, rows: NDArray[np.int64]) -> None:
-        self.rows = np.ascontiguousarray(rows, np.int64)
-        self.address, self.words = self.rows.ctypes.data, len(rows) * WIDTH
+    Raises ValueError if rows have no weights.
+    """
+
+    def __init__(self, stretches: Sequence[tuple[int, int, NDArray[np.int64]]]) -> None:
+        self._rows = [np.ascontiguousarray(rows, np.int64) for _, _, rows in stretches]  # kept at their addresses
+        words, ats = [n for n, _, _ in stretches], [at for _, at, _ in stretches]
+        self._table = columns([0] * len(words), words, ats, [rows.ctypes.data for rows in self._rows])
+        for n, at, rows in zip(words, ats, self._rows, strict=True):
+            if len(rows) * WIDTH < at + n:
+                raise ValueError(f"{n} words from {at} on have weights for {len(rows)} rows only.")
+
+    def at(self, tensors: Sequence[Tensor]) -> Table:
+        """Return rows of compiled code; ValueError unless `tensors` are contiguous and have so many words."""
+        found = self._table.copy()
+        found[:, 0] = np.fromiter(addresses(tensors), np.int64)
+        words = [x.nbytes // 4 for x in tensors]
+        if words != self._table[:, 1].tolist() or not all(map(Tensor.is_contiguous, tensors)):
+            raise ValueError("The tensors have other words than these stretches, or are not contiguous.")
+        return found
 
 
-def add_digests_(total: Tensor, stretches: Sequence[tuple[Tensor, int, Weights]], columns: Tensor) -> None:
-    """Add to `total` [2], int64, the digests of stretches (x; place of its first word in its row; weights of its rows).
+def add_digests_(total: Tensor, tensors: Sequence[Tensor], stretches: Stretches, columns: Tensor) -> None:
+    """Add to `total` [2], int64, the digests of the words of `tensors`.
 
-    Elements of `x` have 4 or 8 bytes; columns are [2, WIDTH], int32; all are contiguous. Raises ValueError otherwise.
+    Elements have 4 or 8 bytes; columns are [2, WIDTH], int32; all are contiguous. Raises ValueError otherwise.
     """
     compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
         raise ValueError(f"Compiled code has no digest of {columns.dtype} columns into {total.dtype}.")
-    arguments = []
-    for x, at, weights in stretches:
-        itemsize = x.itemsize
-        n = x.numel() * itemsize // 4
-        if itemsize not in (4, 8) or weights.words < at + n or not x.is_contiguous():
-            raise ValueError(f"No digest of {n} words of {x.dtype} from {at} on, with {weights.words} weights, here.")
-        arguments.append((x.data_ptr(), n, at, weights.address))
-    compiled.digests(table(arguments), len(arguments), columns.data_ptr(), total.data_ptr(), team())
+    compiled.digests(stretches.at(tensors), len(tensors), columns.data_ptr(), total.data_ptr(), team())

@@ -8,7 +8,7 @@ import itertools
 import os
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -35,6 +35,8 @@ _SIGNATURES = {
         (*_TEAM, _POINTER, _POINTER, _POINTER, _POINTER, _SIZES, _REAL, _FLAG),
     ),
     "dpshard_release_pieces": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _FLAG, _REAL, _REAL, _FLAG, _FLAG)),
+    "dpshard_has_cipher": (_FLAG, ()),
+    "dpshard_release_keyed": (None, (*_TEAM, _POINTER, _POINTER, _SIZE, _FLAG, _REAL, _REAL, _FLAG, _FLAG)),
     "dpshard_digests": (None, (*_TEAM, _POINTER, _SIZE, _POINTER, _POINTER)),
     "dpshard_checksums": (None, (*_TEAM, _POINTER, _SIZE, _POINTER)),
     "dpshard_norms_sq": (None, (*_TEAM, _POINTER, _SIZE, _POINTER)),
@@ -55,6 +57,21 @@ Table = NDArray[np.int64]
 def table(rows: Sequence[Sequence[int]]) -> Table:
     """Return addresses and sizes as compiled code reads them."""
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+
+
+def columns(*of_rows: Iterable[int]) -> Table:
+    """Return the same from an iterable for each column, without a call for each row."""
+    return np.fromiter(itertools.chain(*of_rows), np.int64).reshape(len(of_rows), -1).T.copy()
+
+
+def addresses(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+    """Return where each tensor begins."""
+    return map(torch.Tensor.data_ptr, tensors)
+
+
+def sizes(tensors: Iterable[torch.Tensor]) -> Iterable[int]:
+    """Return the number of elements of each tensor."""
+    return map(torch.Tensor.numel, tensors)
 
 
 @functools.cache
@@ -148,6 +165,8 @@ class Library:
             function.restype, function.argtypes = result, arguments
         self.has_tiles = bool(self._c.dpshard_has_tiles())
         """True if the processor has the registers for `ghost_norms` and `convolution_gradients`."""
+        self.has_cipher = bool(self._c.dpshard_has_cipher())
+        """True if the processor has the instructions for `release_keyed_`."""
 
     def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
         """See normals.box_muller."""
@@ -168,6 +187,14 @@ class Library:
         at = (ctypes.c_char_p * len(streams))(*streams)
         args = pieces.ctypes.data, at, count, len(streams) // count, std, divisor
         self._c.dpshard_release_pieces(*team, *args, *wide)
+
+    def release_keyed_(
+        self, pieces: Table, keys: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
+    ) -> None:
+        """See normals.release_pieces_; the arguments are those of `release_pieces_`, with the keys of the streams."""
+        count = len(pieces)
+        args = pieces.ctypes.data, b"".join(keys), count, len(keys) // count, std, divisor
+        self._c.dpshard_release_keyed(*team, *args, *wide)
 
     def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
         """See digest.add_digests_; `stretches`: address, n, at, address of the rows."""
@@ -234,17 +261,24 @@ class Library:
         half, std, divisor = 1500, 3.0, 7.0  # more pairs than a chunk
         rows, summands = (3, 1) if noise_kind == np.float32 else (4, 4 if kind == np.float32 else 1)
         spans = (0, 7), (3, half), (half + 2, 2 * half), (half - 5, half + 1100), (0, 2 * half)
-        streams = [_scattered(rows * half + i).tobytes()[4 * i :] for i in range(len(spans) * summands)]
-        parts = [np.linspace(-1, 1, end - lo, dtype=kind) for lo, end in spans]
-        expected = [part.copy() for part in parts]
-        pieces = table([(x.ctypes.data, half, lo, end) for x, (lo, end) in zip(parts, spans, strict=True)])
+        count = len(spans) * summands
+        keys = [_scattered(8 + i).tobytes()[4 * i :] for i in range(count)]
+        streams = [_scattered(rows * half + i).tobytes()[4 * i :] for i in range(count)]
+        of_keys = reference.streams(keys, [4 * rows * half] * count) if self.has_cipher else []
         wide = kind == np.float64, noise_kind == np.float64
-        self.release_pieces_(pieces.reshape(-1, 4), streams, std, divisor, wide, _ALONE)
-        for i, (x, (lo, end)) in enumerate(zip(expected, spans, strict=True)):
-            own = streams[i * summands : (i + 1) * summands]
-            reference.release_piece_(x, own, half, lo, end, std, divisor, noise_kind)
-        if not all(np.allclose(x, y, rtol=0, atol=1e-5) for x, y in zip(parts, expected, strict=True)):
-            raise ArithmeticError("it draws noise wrongly")
+        for release_, given, used in (
+            (self.release_pieces_, streams, streams),
+            *([(self.release_keyed_, keys, of_keys)] if of_keys else []),
+        ):
+            parts = [np.linspace(-1, 1, end - lo, dtype=kind) for lo, end in spans]
+            expected = [part.copy() for part in parts]
+            pieces = table([(x.ctypes.data, half, lo, end) for x, (lo, end) in zip(parts, spans, strict=True)])
+            release_(pieces.reshape(-1, 4), given, std, divisor, wide, _ALONE)
+            for i, (x, (lo, end)) in enumerate(zip(expected, spans, strict=True)):
+                own = used[i * summands : (i + 1) * summands]
+                reference.release_piece_(x, own, half, lo, end, std, divisor, noise_kind)
+            if not all(np.allclose(x, y, rtol=0, atol=1e-5) for x, y in zip(parts, expected, strict=True)):
+                raise ArithmeticError("it draws noise wrongly")
 
     def _try_digest(self) -> None:
         at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread takes at once

@@ -14,6 +14,7 @@ The logarithm of 2 has two parts, of which e times the first is exact. */
 #include <stdint.h>
 #include <string.h>
 
+#include "cipher.h"
 #include "team.h"
 
 #define PI 3.14159265358979323846
@@ -198,7 +199,8 @@ typedef struct {
 
 typedef struct {
     const Piece *pieces;
-    const int32_t *const *streams; /* words of each summand of each piece */
+    const int32_t *const *streams; /* words of each summand of each piece; NULL: they are made of `keys` */
+    const uint8_t *keys;
     ptrdiff_t count, taken;
     int summands, x_wide, noise_wide;
     double std, divisor;
@@ -211,32 +213,65 @@ static void sum_up(double *restrict total, const double *restrict more, ptrdiff_
         total[i] = (total[i] + more[i]) * scale;
 }
 
-/* Normals [2, n] of the pairs from `pair` on, sums of several are scaled to unit variance. */
-static void *normals_of(const Releasing *job, const int32_t *const *streams, ptrdiff_t half, ptrdiff_t pair, ptrdiff_t n,
-                        double room[2][2 * CHUNK])
+typedef struct {
+    const int32_t *words;
+    ptrdiff_t row; /* from one row of words to the next */
+} Words;
+
+#define ROW (CHUNK + 12) /* a chunk may begin and end within blocks of four words */
+
+/* Words of `n` pairs from `pair` on, of [3 or 4, half] in stream number `i`. */
+static Words words_of(const Releasing *job, ptrdiff_t i, ptrdiff_t half, ptrdiff_t pair, ptrdiff_t n, int32_t *room)
 {
-    if (!job->noise_wide) {
-        floats_of_unit(streams[0] + pair, half, (float *)room[0], n);
-        return room[0];
+    Words found = {room + 4, ROW};
+
+    if (job->streams != NULL) {
+        found.words = job->streams[i] + pair;
+        found.row = half;
+        return found;
     }
-    doubles_of_unit(streams[0] + pair, half, room[0], n);
-    for (int i = 1; i < job->summands; i++) {
-        doubles_of_unit(streams[i] + pair, half, room[1], n);
-        sum_up(room[0], room[1], 2 * n, i == job->summands - 1 ? 1 / sqrt(job->summands) : 1.0);
+    for (int row = 0; row < 3 + job->noise_wide; row++) {
+        ptrdiff_t first = row * half + pair, end = first + n;
+        stream_of(job->keys + KEY * i, (uint32_t)(first / 4), (end + 3) / 4 - first / 4,
+                  (uint8_t *)(room + row * ROW + 4 - first % 4));
     }
-    return room[0];
+    return found;
 }
 
-static void release_piece(const Releasing *job, const Piece *piece, const int32_t *const *streams)
+typedef struct {
+    double normals[2][2 * CHUNK];
+    int32_t words[4 * ROW];
+} Room;
+
+/* Normals [2, n] of the pairs from `pair` on, from streams number `i` on: sums of several, with unit variance. */
+static void *normals_of(const Releasing *job, ptrdiff_t i, ptrdiff_t half, ptrdiff_t pair, ptrdiff_t n, Room *room)
+{
+    double *total = room->normals[0], *more = room->normals[1];
+    Words words = words_of(job, i, half, pair, n, room->words);
+
+    if (!job->noise_wide) {
+        floats_of_unit(words.words, words.row, (float *)total, n);
+        return total;
+    }
+    doubles_of_unit(words.words, words.row, total, n);
+    for (int k = 1; k < job->summands; k++) {
+        words = words_of(job, i + k, half, pair, n, room->words);
+        doubles_of_unit(words.words, words.row, more, n);
+        sum_up(total, more, 2 * n, k == job->summands - 1 ? 1 / sqrt(job->summands) : 1.0);
+    }
+    return total;
+}
+
+static void release_piece(const Releasing *job, const Piece *piece, ptrdiff_t stream)
 {
     ptrdiff_t half = piece->half, lo = piece->lo, end = piece->end;
     ptrdiff_t first = lo < half && end > half ? 0 : lo % half;
     ptrdiff_t last = lo < half && end > half ? half : first + end - lo;
-    double room[2][2 * CHUNK];
+    Room room;
 
     for (ptrdiff_t pair = first; pair < last; pair += CHUNK) {
         ptrdiff_t n = last - pair < CHUNK ? last - pair : CHUNK;
-        const void *noise = normals_of(job, streams, half, pair, n, room);
+        const void *noise = normals_of(job, stream, half, pair, n, &room);
         for (int second = 0; second < 2; second++) { /* of each pair */
             ptrdiff_t start = pair + second * half, stop = start + n;
             ptrdiff_t from = start > lo ? start : lo, to = stop < end ? stop : end;
@@ -253,7 +288,7 @@ static void release_pieces(void *job)
     ptrdiff_t i;
 
     while ((i = __atomic_fetch_add(&releasing->taken, 1, __ATOMIC_RELAXED)) < releasing->count)
-        release_piece(releasing, releasing->pieces + i, releasing->streams + i * releasing->summands);
+        release_piece(releasing, releasing->pieces + i, i * releasing->summands);
 }
 
 /* Normals [units, 2, n], double if `wide`, else float, of words [units, 4 or 3, n]. */
@@ -278,7 +313,16 @@ void dpshard_release(Team team, unsigned threads, void *x, const void *noise, pt
 void dpshard_release_pieces(Team team, unsigned threads, const void *pieces, const void *streams, ptrdiff_t count,
                             int summands, double std, double divisor, int x_wide, int noise_wide)
 {
-    Releasing releasing = {pieces, streams, count, 0, summands, x_wide, noise_wide, std, divisor};
+    Releasing releasing = {pieces, streams, NULL, count, 0, summands, x_wide, noise_wide, std, divisor};
+
+    share(team, threads, release_pieces, &releasing, count);
+}
+
+/* The same with the streams under `keys` [count, summands]; ask dpshard_has_cipher first. */
+void dpshard_release_keyed(Team team, unsigned threads, const void *pieces, const uint8_t *keys, ptrdiff_t count,
+                           int summands, double std, double divisor, int x_wide, int noise_wide)
+{
+    Releasing releasing = {pieces, NULL, keys, count, 0, summands, x_wide, noise_wide, std, divisor};
 
     share(team, threads, release_pieces, &releasing, count);
 }

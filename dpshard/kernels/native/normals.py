@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels.native import reference
-from dpshard.kernels.native.library import library, team
+from dpshard.kernels.native.library import Table, addresses, library, sizes, team
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -40,53 +40,85 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
         compiled.release_(x, noise, std, divisor, team())
 
 
-def bytes_of_streams(pieces: NDArray[np.int64], *, wide: bool) -> NDArray[np.int64]:
-    """Bytes [N] that pieces [N, 5] of `release_pieces_` need of each of their streams."""
-    half, lo, end = pieces[:, 2], pieces[:, 3], pieces[:, 4]
-    last = np.where(end <= half, end, np.where(lo < half, half, end - half))  # after the last pair; see pairs_of
-    return 4 * ((3 if wide else 2) * half + last)
+class Pieces:
+    """Pieces of parts with so many elements, each with a stream of its own.
+
+    Rows (part, first, half, lo, end), int64 [N, 5]. A stream makes the normals [2, half]. The elements of the flattened
+    part from `first` on get those in [lo, end). Raises ValueError for pieces outside their parts.
+    """
+
+    def __init__(self, sizes: Sequence[int], rows: NDArray[np.int64]) -> None:
+        part, first, self._half, self._lo, self._end = rows.T
+        fits = (self._lo >= 0) & (self._lo < self._end) & (self._end <= 2 * self._half) & (first >= 0)
+        if not (fits & (first + self._end - self._lo <= np.array(sizes, np.int64)[part])).all():
+            raise ValueError("No noise for pieces outside their parts.")
+        self.sizes, self.rows = [*sizes], rows
+
+    def at(self, parts: Sequence[Tensor]) -> Table:
+        """Return rows of compiled code (address, half, lo, end) for contiguous parts of these sizes."""
+        found = self.rows[:, 1:].copy()
+        found[:, 0] *= parts[0].itemsize
+        found[:, 0] += np.fromiter(addresses(parts), np.int64)[self.rows[:, 0]]
+        return found
+
+    def bytes_of_streams(self, *, wide: bool) -> list[int]:
+        """Bytes that each piece needs of each of its streams."""
+        half, lo, end = self._half, self._lo, self._end
+        last = np.where(end <= half, end, np.where(lo < half, half, end - half))  # after the last pair; see pairs_of
+        return (4 * ((3 if wide else 2) * half + last)).tolist()
 
 
 def release_pieces_(
-    parts: Sequence[Tensor],
-    pieces: NDArray[np.int64],
-    streams: Sequence[bytes],
-    std: float,
-    divisor: float,
-    *,
-    wide: bool,
+    parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
 ) -> None:
-    """Replace every piece x by (x + std * noise) / divisor in place, in one call.
+    """Replace every piece x by (x + std * noise) / divisor in place.
 
     Args:
         parts: Contiguous tensors on the CPU, all float32 or all float64.
-        pieces: Rows (part, first, half, lo, end), int64 [N, 5], N > 0. A stream makes the normals [2, half]. The
-            elements of the flattened part from `first` on get those in [lo, end).
-        streams: Random words, int32 [3 or 4, half], as many streams for every piece, piece after piece. The noise is
-            the sum of their normals, scaled to unit variance.
+        pieces: Pieces of these parts, at least one.
+        keys: Keys of streams: as many for every piece, one piece after another. A stream is that of
+            randomness.RandomSource: words int32 [3 or 4, half]. The noise is the sum of their normals, scaled to unit
+            variance.
         std: Standard deviation of the noise.
         divisor: Divisor of the sums.
         wide: Draw float64 noise, which float64 parts need.
 
-    Raises ValueError for other layouts, pieces outside their parts, and short streams.
+    Raises ValueError for other parts or keys.
     """
-    count, kind = len(pieces), parts[0].dtype
-    summands, of_double = len(streams) // count, kind == torch.float64
-    index, first, half, lo, end = pieces.T
-    sizes = np.array([x.numel() for x in parts])
-    fits = (lo >= 0) & (lo < end) & (end <= 2 * half) & (first >= 0) & (first + end - lo <= sizes[index])
-    long = np.fromiter(map(len, streams), np.int64).reshape(count, -1) >= bytes_of_streams(pieces, wide=wide)[:, None]
-    alike = all(x.dtype is kind and x.is_cpu and x.is_contiguous() for x in parts) and (wide or not of_double)
-    if not (fits.all() and long.all() and alike and kind in (torch.float32, torch.float64)):
-        raise ValueError(f"No noise for pieces of {kind} tensors here, or for {len(streams)} streams.")
-    compiled = library()
-    if compiled is not None:
-        rows = pieces[:, 1:].copy()
-        rows[:, 0] = np.array([x.data_ptr() for x in parts])[index] + first * parts[0].itemsize
-        compiled.release_pieces_(rows, streams, std, divisor, (of_double, wide), team())
+    kind, (summands, rest) = parts[0].dtype, divmod(len(keys), len(pieces.rows))
+    alike = {x.dtype for x in parts} == {kind} and {x.is_cpu for x in parts} == {True}
+    alike = alike and all(map(Tensor.is_contiguous, parts)) and [*sizes(parts)] == pieces.sizes
+    fits = kind is torch.float32 or (kind is torch.float64 and wide)
+    if not (alike and fits and {*map(len, keys)} == {32} and rest == 0 and (wide or summands == 1)):
+        raise ValueError(f"No noise for these {len(parts)} tensors of {kind} from {len(keys)} keys.")
+    compiled, of_double = library(), kind is torch.float64
+    if compiled is not None and compiled.has_cipher:
+        compiled.release_keyed_(pieces.at(parts), keys, std, divisor, (of_double, wide), team())
         return
-    kind = np.float64 if wide else np.float32
+    lengths = [n for n in pieces.bytes_of_streams(wide=wide) for _ in range(summands)]
+    table = pieces.at(parts)
     flat = [x.detach().view(-1).numpy() for x in parts]
-    for i, (part, start, half, lo, end) in enumerate(pieces.tolist()):
-        own = streams[i * summands : (i + 1) * summands]
-        reference.release_piece_(flat[part][start : start + end - lo], own, half, lo, end, std, divisor, kind)
+    for start, stop in _batches(lengths[::summands], _TOGETHER // summands):
+        some = slice(start * summands, stop * summands)
+        streams = reference.streams(keys[some], lengths[some])
+        if compiled is not None:
+            compiled.release_pieces_(table[start:stop], streams, std, divisor, (of_double, wide), team())
+            continue
+        for i, (part, first, half, lo, end) in enumerate(pieces.rows[start:stop].tolist()):
+            own, x = streams[i * summands : (i + 1) * summands], flat[part][first : first + end - lo]
+            reference.release_piece_(x, own, half, lo, end, std, divisor, np.float64 if wide else np.float32)
+
+
+_TOGETHER = 2**20
+"""Bytes of streams at once: more do not fit the cache, fewer are mostly overhead."""
+
+
+def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of consecutive indices whose sizes, at least one, add up to `most`; or of one index."""
+    start = total = 0
+    for i, size in enumerate(sizes):
+        if i > start and total + size > most:
+            yield start, i
+            start, total = i, 0
+        total += size
+    yield start, len(sizes)

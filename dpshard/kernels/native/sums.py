@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpshard.kernels.native.library import Library, Table, library, table, team
+from dpshard.kernels.native.library import Library, Table, addresses, columns, library, sizes, team
 
 
 def supports_sums(tensors: Iterable[Tensor]) -> bool:
-    """Return True if compiled code supports `tensors`: contiguous ones on the CPU."""
-    for x in tensors:
-        if type(x) not in (Tensor, Parameter) or not (x.is_cpu and x.is_contiguous()):
-            return False
-    return library() is not None
+    """Return True if compiled code supports `tensors`: contiguous ones on the CPU, and not fake."""
+    tensors = list(tensors)
+    if not {*map(type, tensors)} <= {Tensor, Parameter} or not all(map(Tensor.is_contiguous, tensors)):
+        return False
+    return {x.is_cpu for x in tensors} <= {True} and library() is not None
 
 
 def checksums(tensors: Sequence[Tensor]) -> Tensor:
@@ -27,7 +27,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     """
     found = np.empty(len(tensors), np.int64)
     compiled, arrays = _called(tensors)
-    if 1 in arrays[2::3]:
+    if 1 in arrays[:, 2]:
         raise ValueError("Compiled code has no checksums of single bytes.")
     compiled.checksums(arrays, len(tensors), found.ctypes.data, team())
     return torch.from_numpy(found)
@@ -50,4 +50,4 @@ def _called(tensors: Sequence[Tensor]) -> tuple[Library, Table]:
     compiled = library()
     if compiled is None:
         raise ValueError("There is no compiled code: call supports_sums first.")
-    return compiled, table([(x.data_ptr(), x.numel(), x.itemsize) for x in tensors])
+    return compiled, columns(addresses(tensors), sizes(tensors), [x.itemsize for x in tensors])

@@ -5,8 +5,10 @@ import pytest
 import torch
 
 from dpshard.kernels import native
+from dpshard.kernels.native import reference
+from dpshard.kernels.native.library import library
 from dpshard.noise.keyed import KeyedGaussian, SumShard
-from dpshard.randomness import UNIT, RandomSource, derive_keys, first_bytes
+from dpshard.randomness import UNIT, RandomSource, derive_keys
 
 KEY = bytes(range(32))
 
@@ -49,30 +51,39 @@ def test_a_source_draws_what_numpy_would_make_of_its_bits(dtype, switch_off):
 
 
 KINDS = [(torch.float32, False, 1), (torch.float32, True, 4), (torch.float64, True, 1), (torch.float64, True, 4)]
-PIECES = np.array([(0, 0, 9, 0, 18), (1, 5, 1200, 3, 1190), (2, 0, 1200, 1201, 2400), (2, 1250, 1200, 900, 1950)])
+ROWS = np.array([(0, 0, 9, 0, 18), (1, 5, 1203, 3, 1190), (2, 0, 1200, 1201, 2400), (2, 1250, 1201, 900, 1950)])
+PIECES = native.Pieces([18, 1200, 2300], ROWS)
+
+
+def exactly(keys, sizes):
+    """Return streams with not one byte more."""
+    return [RandomSource(key).words(-(-n // 8)).tobytes()[:n] for key, n in zip(keys, sizes, strict=True)]
 
 
 def release_pieces(dtype, wide, summands):
     parts = [torch.linspace(-1, 1, n, dtype=dtype) for n in (18, 1200, 2300)]
-    sizes = np.repeat(native.bytes_of_streams(PIECES, wide=wide), summands).tolist()
-    keys = derive_keys(KEY, ("stream",), [(i,) for i in range(len(sizes))])
-    streams = [stream[:size] for stream, size in zip(first_bytes(keys, sizes), sizes, strict=True)]  # not one byte more
-    native.release_pieces_(parts, PIECES, streams, 0.7, 3.0, wide=wide)
+    keys = derive_keys(KEY, ("stream",), [(i,) for i in range(len(ROWS) * summands)])
+    native.release_pieces_(parts, PIECES, keys, 0.7, 3.0, wide=wide)
     return parts, keys
 
 
-@pytest.mark.parametrize("built", [True, False])
+@pytest.mark.parametrize("built", ["with a cipher", "without a cipher", False])
 @pytest.mark.parametrize(("dtype", "wide", "summands"), KINDS)
-def test_pieces_get_the_bits_of_single_calls(dtype, wide, summands, built, switch_off):
+def test_pieces_get_the_bits_of_single_calls(dtype, wide, summands, built, switch_off, monkeypatch):
     if not built:
         switch_off()
+    elif built == "without a cipher":
+        monkeypatch.setattr(library(), "has_cipher", False)  # as on a processor without its instructions
+        monkeypatch.setattr(reference, "streams", exactly)
+    elif not library().has_cipher:
+        pytest.skip("this processor has no instructions for the cipher")
     parts, keys = release_pieces(dtype, wide, summands)
     expected = [torch.linspace(-1, 1, len(part), dtype=dtype) for part in parts]
     rows, kind = (4, np.float64) if wide else (3, np.float32)
-    for i, (part, first, half, lo, end) in enumerate(PIECES.tolist()):
+    for i, (part, first, half, lo, end) in enumerate(ROWS.tolist()):
         noise = 0
         for key in keys[i * summands : (i + 1) * summands]:
-            words = np.frombuffer(first_bytes([key], [4 * rows * half])[0], np.int32, rows * half)
+            words = RandomSource(key).words(rows * half).view(np.int32)[: rows * half]
             normals = np.empty((1, 2, half), kind)
             native.box_muller(words.reshape(1, rows, half).copy(), normals, np.empty((rows, 1, half), kind))
             noise = noise + normals.reshape(-1)[lo:end]
@@ -94,19 +105,29 @@ def test_threads_change_no_bit_of_pieces(set_threads):
     "row", [(0, 1, 8, 0, 8), (0, 0, 8, 9, 17), (0, -1, 8, 0, 4), (0, 0, 8, 4, 4), (0, 0, 8, -1, 3)]
 )
 def test_pieces_outside_their_parts_are_refused(row):
-    x, stream = torch.zeros(8), bytes(4 * 3 * 8)
-    native.release_pieces_([x], np.array([(0, 0, 8, 8, 16)]), [stream], 1.0, 1.0, wide=False)
+    native.Pieces([8], np.array([(0, 0, 8, 8, 16)]))
     with pytest.raises(ValueError, match="No noise for pieces"):
-        native.release_pieces_([x], np.array([row]), [stream], 1.0, 1.0, wide=False)
+        native.Pieces([8], np.array([row]))
 
 
-@pytest.mark.parametrize("x", [torch.zeros(16)[::2], torch.zeros(8, dtype=torch.float64), torch.zeros(8).half()])
-def test_parts_of_another_layout_and_short_streams_are_refused(x):
-    pieces, stream = np.array([(0, 0, 8, 0, 8)]), bytes(4 * 3 * 8)
-    with pytest.raises(ValueError, match="No noise for pieces"):
-        native.release_pieces_([x], pieces, [stream], 1.0, 1.0, wide=False)
-    with pytest.raises(ValueError, match="No noise for pieces"):
-        native.release_pieces_([torch.zeros(8)], pieces, [stream[:-1]], 1.0, 1.0, wide=False)
+@pytest.mark.parametrize(
+    ("x", "keys"),
+    [
+        (torch.zeros(16)[::2], [KEY] * 2),
+        (torch.zeros(9), [KEY] * 2),
+        (torch.zeros(8, dtype=torch.float64), [KEY] * 2),
+        (torch.zeros(8).half(), [KEY] * 2),
+        (torch.zeros(8), []),
+        (torch.zeros(8), [KEY] * 3),
+        (torch.zeros(8), [KEY, KEY[:-1]]),
+        (torch.zeros(8), [KEY] * 4),  # sums of several are float64
+    ],
+)
+def test_parts_of_another_layout_and_other_keys_are_refused(x, keys):
+    pieces = native.Pieces([8, 4], np.array([(0, 0, 8, 0, 8), (1, 0, 8, 4, 8)]))
+    native.release_pieces_([torch.zeros(8), torch.zeros(4)], pieces, [KEY] * 2, 1.0, 1.0, wide=False)
+    with pytest.raises(ValueError, match="No noise for these 2 tensors"):
+        native.release_pieces_([x, torch.zeros(4, dtype=x.dtype)], pieces, keys, 1.0, 1.0, wide=False)
 
 
 @pytest.mark.parametrize(("x_dtype", "noise_dtype"), [("f4", "f4"), ("f4", "f8"), ("f8", "f8")])
