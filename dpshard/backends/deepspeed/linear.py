@@ -7,7 +7,7 @@ import sys
 import torch
 import torch.nn.functional as F
 
-_LINEAR = torch._C._nn.linear  # the original F.linear
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.linear
 
 
 def keep_linear() -> None:
@@ -15,6 +15,6 @@ def keep_linear() -> None:
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:
         return
-    partitioning.zero3_linear_wrap = _LINEAR  # ZeRO-3 assigns it to F.linear
+    partitioning.zero3_linear_wrap = _LINEAR  # type: ignore[attr-defined]  # ZeRO-3 assigns it to F.linear
     if getattr(F.linear, "__name__", "") == "zero3_linear_wrap":
         F.linear = _LINEAR
