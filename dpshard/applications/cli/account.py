@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Annotated, Any, cast, get_args
+from typing import Any, cast, get_args
 
 import typer
 
@@ -16,92 +16,46 @@ from dpshard.accounting.releases import Counts
 from dpshard.applications.cli import console, correlated
 from dpshard.applications.cli.account_figures import ACCOUNTANTS, Answer, Plan, draw, show, work_out
 from dpshard.applications.cli.formats import parse_phases, to_json
+from dpshard.applications.cli.options import described
 from dpshard.config import AccountantName, BatchSchedule, NoiseName, require_choice
 from dpshard.errors import ConfigurationError
 
-BatchSize = Annotated[int | None, typer.Option(help="Expected logical batch in samples.")]
-Phases = Annotated[
-    str | None, typer.Option(help="Schedule BATCHxSTEPS,...: e.g. 128x50,512x100; instead of size and length.")
-]
-Sigma = Annotated[
-    float | None,
-    typer.Option(
-        "--noise-multiplier", "--sigma", help="Noise sigma: standard deviation over the sensitivity, unitless."
-    ),
-]
-Epsilon = Annotated[
-    float | None, typer.Option("--target-epsilon", "--epsilon", help="Budget epsilon of the whole run.")
-]
-Delta = Annotated[float, typer.Option("--target-delta", "--delta", help="Delta, a probability well below 1/N.")]
-Cap = Annotated[
-    int | None, typer.Option(help="Cap of a logical batch in samples: truncated Poisson sampling (pld only).")
-]
-Elements = Annotated[int | None, typer.Option(help="Trainable elements of the model; discrete noise needs them.")]
-RowsOfUnit = Annotated[
-    int | None,
-    typer.Option(
-        metavar="G",
-        help="Samples of one unit (a user, a patient) among the N, at most: epsilon is that of units, but samples "
-        "are drawn one by one (pld only).",
-    ),
-]
-Earlier = Annotated[
-    list[float] | None,
-    typer.Option(
-        metavar="SIGMA",
-        help="Noise sigma of a release about all samples before the run, as a report states it: private bounds of "
-        "columns. May be repeated.",
-    ),
-]
-Accountants = Annotated[
-    list[str] | None,
-    typer.Option(help="pld, rdp or gdp; may be repeated. [dim]\\[default: all that can][/]"),
-]
-SearchRuns = Annotated[
-    float | None,
-    typer.Option(help="Expected number of such runs; the best one is kept. Epsilon covers the search (rdp only)."),
-]
-SearchDistribution = Annotated[
-    str | None,
-    typer.Option(help="Of the number of runs: geometric, logarithmic or poisson. [dim]\\[default: geometric][/]"),
-]
-SearchAlso = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="BATCHxSTEPS,...@SIGMA",
-        help="Other settings that a run of the search may have; epsilon is that of the worst. May be repeated.",
-    ),
-]
-Picture = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE.png", help="Draw epsilon over the steps; if sigma is asked for, over it."),
-]
 
-
+@described(
+    "account",
+    noise_multiplier={"names": ["--noise-multiplier", "--sigma"]},
+    target_epsilon={"names": ["--target-epsilon", "--epsilon"]},
+    target_delta={"names": ["--target-delta", "--delta"]},
+    max_rows_per_unit={"metavar": "G"},
+    earlier={"metavar": "SIGMA"},
+    search_also={"metavar": "BATCHxSTEPS,...@SIGMA"},
+    plot={"metavar": "FILE.png"},
+    as_json={"names": ["--json"]},
+)
 def command(
-    sample_size: Annotated[int, typer.Option(help="Number of training samples N.")],
-    batch_size: BatchSize = None,
-    epochs: Annotated[float | None, typer.Option(help="Length in expected passes over the samples.")] = None,
-    steps: Annotated[int | None, typer.Option(help="Length in optimizer steps; instead of --epochs.")] = None,
-    phases: Phases = None,
-    noise_multiplier: Sigma = None,
-    target_epsilon: Epsilon = None,
-    target_delta: Delta = 1e-5,
-    max_batch_size: Cap = None,
-    max_rows_per_unit: RowsOfUnit = None,
-    noise: Annotated[str, typer.Option(help="gaussian, or discrete-gaussian (rdp only).")] = "gaussian",
-    elements: Elements = None,
-    earlier: Earlier = None,
-    sampling: correlated.Sampling = "poisson",
-    correlation: correlated.Name = None,
-    bands: correlated.Bands = None,
-    correlation_momentum: correlated.Momentum = None,
-    accountant: Accountants = None,
-    search_runs: SearchRuns = None,
-    search_distribution: SearchDistribution = None,
-    search_also: SearchAlso = None,
-    plot: Picture = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    sample_size: int,
+    batch_size: int | None = None,
+    epochs: float | None = None,
+    steps: int | None = None,
+    phases: str | None = None,
+    noise_multiplier: float | None = None,
+    target_epsilon: float | None = None,
+    target_delta: float = 1e-5,
+    max_batch_size: int | None = None,
+    max_rows_per_unit: int | None = None,
+    noise: str = "gaussian",
+    elements: int | None = None,
+    earlier: list[float] | None = None,
+    sampling: str = "poisson",
+    correlation: str | None = None,
+    bands: str | None = None,
+    correlation_momentum: float | None = None,
+    accountant: list[str] | None = None,
+    search_runs: float | None = None,
+    search_distribution: str | None = None,
+    search_also: list[str] | None = None,
+    plot: Path | None = None,
+    as_json: bool = False,
 ) -> None:
     """Compute the epsilon of a DP-SGD run, the noise that it needs, or the steps that a budget allows.
 

@@ -5,51 +5,37 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import typer
 from rich import box
 from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console, plots
+from dpshard.applications.cli.options import described
 from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
     from dpshard.applications.advice import Advice, TradeOff
 
 
+@described(
+    "advise",
+    target_epsilon={"names": ["--target-epsilon", "--epsilon"]},
+    target_delta={"names": ["--target-delta", "--delta"]},
+    pretrained={"names": ["--pretrained"]},
+    plot={"metavar": "FILE.png"},
+)
 def command(
-    sample_size: Annotated[int, typer.Option(help="Number of training samples N.")],
-    target_epsilon: Annotated[
-        float, typer.Option("--target-epsilon", "--epsilon", help="Budget epsilon of the whole run.")
-    ],
-    target_delta: Annotated[
-        float | None,
-        typer.Option(
-            "--target-delta",
-            "--delta",
-            help="Delta of the guarantee. [dim]\\[default: a power of ten, at most 1e-5 and 1/(2N)][/]",
-        ),
-    ] = None,
-    task: Annotated[
-        Literal["tabular", "vision", "language"], typer.Option(help="Kind of samples: rows of numbers, images, texts.")
-    ] = "tabular",
-    model: Annotated[
-        str | None,
-        typer.Option(
-            help="A model of `dpshard train`, or your own, package.module:function. [dim]\\[default: fits the task][/]"
-        ),
-    ] = None,
-    pretrained: Annotated[
-        bool, typer.Option("--pretrained", help="Your own model starts from public weights (vision and language).")
-    ] = False,
-    hours: Annotated[float | None, typer.Option(help="Time of the run; needs --samples-per-second.")] = None,
-    samples_per_second: Annotated[
-        float | None,
-        typer.Option(help="Speed of private training: samples of a step over its seconds, see `dpshard bench`."),
-    ] = None,
-    plot: Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw noise per batch over compute.")] = None,
+    sample_size: int,
+    target_epsilon: float,
+    target_delta: float | None = None,
+    task: Literal["tabular", "vision", "language"] = "tabular",
+    model: str | None = None,
+    pretrained: bool = False,
+    hours: float | None = None,
+    samples_per_second: float | None = None,
+    plot: Path | None = None,
     as_json: console.JsonFile = None,
 ) -> None:
     """Recommend a start: batch, steps, clipping, optimizer, learning rate, each with its source.

@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.table import Table
 
 from dpshard.applications.cli import console, provenance
-from dpshard.applications.cli.options import with_options
+from dpshard.applications.cli.options import described, with_options
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.train import chosen, in_other_processes, on_all_ranks
@@ -41,13 +41,13 @@ RELEASES = 200
 FEWEST_TRIALS, FEWEST_CANARIES = 20, 10
 
 
-Kind = Annotated[
-    Literal["gradient", "input"],
-    typer.Option(help="gradient: canaries move only their own numbers. input: canaries are unusual samples."),
-]
-
-
 @with_options
+@described(
+    "audit",
+    trials={"min": 0},
+    steps_per_trial={"min": 1, "max": 64},
+    canaries={"min": 0},
+)
 def command(
     context: typer.Context,
     run: Annotated[
@@ -57,29 +57,12 @@ def command(
             help="Run folder of `dpshard train`: audits its settings, and writes audit.json into it.",
         ),
     ] = None,
-    trials: Annotated[
-        int,
-        typer.Option(
-            help="Trials with the unusual sample, and as many without; 0 skips this audit and that of releases.", min=0
-        ),
-    ] = 1000,
-    steps_per_trial: Annotated[
-        int,
-        typer.Option(
-            help="Steps of a trial. 1: a batch of all samples. Several: batches of --sampling, which also find faults "
-            "of sampling and noise that is used again. Take at least 4 for --correlation.",
-            min=1,
-            max=64,
-        ),
-    ] = 1,
-    canaries: Annotated[
-        int, typer.Option(help="Canaries of the audited run, with Poisson sampling; 0 skips this audit.", min=0)
-    ] = 1000,
-    canary_kind: Kind = "gradient",
-    confidence: Annotated[float, typer.Option(help="Probability with which each lower bound holds, 0 to 1.")] = 0.95,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with settings of `dpshard train`, which options override.")
-    ] = None,
+    trials: int = 1000,
+    steps_per_trial: int = 1,
+    canaries: int = 1000,
+    canary_kind: Literal["gradient", "input"] = "gradient",
+    confidence: float = 0.95,
+    config: Path | None = None,
     as_json: console.JsonFile = None,
     **flags: Any,
 ) -> None:

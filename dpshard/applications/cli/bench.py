@@ -9,6 +9,7 @@ import typer
 from rich.markup import escape
 
 from dpshard.applications.cli import console
+from dpshard.applications.cli.options import described
 from dpshard.applications.cli.plan import parse_clipping
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import require_positive
@@ -18,16 +19,15 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 
-Clippings = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="STYLE[:MODE]",
-        help="all-layer, block-wise, layer-wise or param-wise, with a clipping mode (mixed-ghost: two passes); "
-        "may be repeated. [dim]\\[default: several][/]",
-    ),
-]
 
-
+@described(
+    "bench",
+    clipping={"metavar": "STYLE[:MODE]"},
+    rounds={"min": 2},
+    compile={"names": ["--compile"]},
+    memory={"names": ["--memory/--no-memory"]},
+    threads={"min": 1},
+)
 def command(
     subject: Annotated[
         str,
@@ -37,11 +37,11 @@ def command(
             "inputs and targets (tensors, or tuples or dicts of them), and loss_fn(model(x), y), its mean loss.",
         ),
     ],
-    clipping: Clippings = None,
-    rounds: Annotated[int, typer.Option(min=2, help="Timed steps of each variant, in turns.")] = 20,
-    compile: Annotated[bool, typer.Option("--compile", help="Measure compiled models, too.")] = False,
-    memory: Annotated[bool, typer.Option("--memory/--no-memory", help="Measure peaks, in fresh processes.")] = True,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads. [dim]\\[default: torch's][/]")] = None,
+    clipping: list[str] | None = None,
+    rounds: int = 20,
+    compile: bool = False,
+    memory: bool = True,
+    threads: int | None = None,
     as_json: console.JsonFile = None,
 ) -> None:
     """Measure time, memory and FLOPs of private training for your model, and compare with ordinary training.

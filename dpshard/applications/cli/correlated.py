@@ -5,14 +5,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, get_args
-
-import typer
+from typing import Any, get_args
 
 from dpshard.accounting import SampledMechanism, calibrate, rounded_up
 from dpshard.accounting.mechanism import independent_error
 from dpshard.accounting.releases import SIMULATION_FAILURE
-from dpshard.applications.cli.formats import HELP
 from dpshard.config import SamplingName, require_choice
 from dpshard.errors import ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF
@@ -20,22 +17,6 @@ from dpshard.noise.workloads import Workload
 
 KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 
-Sampling = Annotated[str, typer.Option(help=HELP["train"]["Privacy"]["sampling"])]
-Name = Annotated[
-    str | None,
-    typer.Option(
-        help="Noise that partly cancels over the steps, so the model has less of it: banded-inverse or band-mf. Needs "
-        "--bands, and another --sampling than poisson; of cyclic-poisson, band-mf."
-    ),
-]
-Bands = Annotated[
-    str | None,
-    typer.Option(
-        help="Number of bands of --correlation, or auto: of a few numbers, the one with the least noise at "
-        "--target-epsilon."
-    ),
-]
-Momentum = Annotated[float | None, typer.Option(help=HELP["train"]["Privacy"]["correlation_momentum"])]
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
 """Bands of `auto` over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
 

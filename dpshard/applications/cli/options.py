@@ -41,6 +41,30 @@ def options_of(
     return decorated
 
 
+def described(section: str, **details: Mapping[str, Any]) -> Callable[[Command], Command]:
+    """Return a decorator that gives parameters their texts in a `section` of options.yaml.
+
+    `details` are other arguments of typer.Option by parameter; "names" are those of the option.
+    """
+    texts = {name: text for panel in HELP[section].values() for name, text in panel.items()}
+
+    def option(name: str) -> Any:
+        more = dict(details.get(name, {}))
+        return typer.Option(*more.pop("names", ()), help=texts[name], **more)
+
+    def decorated(command: Command) -> Command:
+        signature = inspect.signature(command, eval_str=True)
+        command.__signature__ = signature.replace(
+            parameters=[
+                p.replace(annotation=Annotated[p.annotation, option(p.name)]) if p.name in texts else p
+                for p in signature.parameters.values()
+            ]
+        )
+        return command
+
+    return decorated
+
+
 def _option(setting: Field[Any], hint: Any, panel: str, text: str, recipes: Mapping[str, Mapping[str, Any]]) -> Any:
     choices = get_args(hint) if get_origin(hint) is Literal else ()
     default = "none" if setting.default is None else "off" if setting.default is False else setting.default
