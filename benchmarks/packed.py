@@ -23,7 +23,8 @@ from torch import Tensor, nn
 
 from dpshard import Packing, PrivacyEngine
 from dpshard.losses import packed_cross_entropy, sample_losses
-from dpshard.sampling import load, packer, plan_steps, sampler_of
+from dpshard.sampling import load, packer, plan_steps
+from dpshard.step.samples_of_run import sampler_of
 
 VOCABULARY, HEADS = 257, 4
 BEGIN = 256
