@@ -26,6 +26,7 @@ from dpshard import errors
 from dpshard.applications.cli import app
 from dpshard.rules import COMPOSITES, RULES
 from tests.distributed.launch import prints
+from tests.grids import chosen
 
 ROOT = Path(__file__).parents[1]
 NAMES = (
@@ -61,6 +62,7 @@ NAMES = (
 PAGES = ["README.md", *(f"docs/{name}.md" for name in NAMES)]
 START = [f"docs/start/{name}.md" for name in ("table", "images", "language", "own-loop", "several-gpus")]
 """Their blocks run in tests/test_start.py."""
+READ_FIRST = ("README.md", "docs/guide.md", "docs/language-models.md", "docs/coming-from-opacus.md")
 
 BLOCK = re.compile(r"^([ ]*)```python\n(.*?)^\1```$", re.MULTILINE | re.DOTALL)
 
@@ -81,7 +83,7 @@ def registry() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("registry")
-@pytest.mark.parametrize("page", [page for page in PAGES if python_blocks(page)])
+@pytest.mark.parametrize("page", chosen(filter(python_blocks, PAGES), *READ_FIRST))
 def test_python_of_the_page_runs(
     page: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,6 +101,7 @@ def test_python_of_the_page_runs(
             assert capsys.readouterr().out.splitlines()[-len(promised) :] == promised, f"{page}, line {line}"
 
 
+@pytest.mark.exhaustive
 def test_the_pipeline_of_the_page_trains(tmp_path: Path) -> None:
     pages = (ROOT / "docs/model-parallel.md").read_text("utf-8").partition("\n## Pipelines\n")[2]
     script = tmp_path / "pipeline.py"

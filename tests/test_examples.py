@@ -37,7 +37,7 @@ def load(name):
     [
         ("digits", 0.85),
         ("finetune", 0.75),
-        ("huggingface_trainer", 0.4),
+        pytest.param("huggingface_trainer", 0.4, marks=pytest.mark.exhaustive),
         ("accelerate_loop", 0.85),
         ("lightning_callback", 0.85),
     ],
@@ -47,6 +47,7 @@ def test_an_example_learns(name, right, capsys):
     assert "epsilon = " in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_the_image_recipe_trains_at_a_tiny_size(capsys):
     recipe = load("augmentation")
     scores = recipe.main(recipe.TINY)
@@ -54,6 +55,7 @@ def test_the_image_recipe_trains_at_a_tiny_size(capsys):
     assert "for one unit of up to 2 rows" in capsys.readouterr().out
 
 
+@pytest.mark.exhaustive
 def test_both_ways_to_protect_users_train(capsys):
     found = load("user_level").main(users=60, batch=20, steps=3, seeds=1, rows=(2,))
     assert set(found) == {(epsilon, habits, 2) for epsilon in (0.5, 2.0) for habits in (0.0, 2.0)}
@@ -78,6 +80,7 @@ def test_synthetic_text_learns_and_only_an_ordinary_model_keeps_secrets(capsys):
 
 
 @needs_deepspeed
+@pytest.mark.exhaustive
 def test_deepspeed_learns_on_two_processes():
     """As its own launcher starts them, which adds an argument."""
     printed, _ = prints([sys.executable, EXAMPLES / "deepspeed_loop.py", "--local_rank=0"], 2)
@@ -86,6 +89,7 @@ def test_deepspeed_learns_on_two_processes():
     assert float(found.group(1)) > 80
 
 
+@pytest.mark.exhaustive
 def test_half_precision_needs_no_loss_scaling():
     """Unscaled float16 learns as float32 does; a scale overflows if it is large, and shrinks the update if undone."""
     results = load("mixed_precision").main(epochs=12)
@@ -97,6 +101,7 @@ def test_half_precision_needs_no_loss_scaling():
     assert results["float16, loss x 2^30"][1] > 0.1
 
 
+@pytest.mark.exhaustive
 def test_a_sharded_example_learns():
     printed, _ = prints([sys.executable, ROOT / "tests" / "as_script.py", EXAMPLES / "sharded.py"], 2)
     assert float(re.findall(r"^([\d.]+)%", printed, re.MULTILINE)[-1]) > 85

@@ -16,6 +16,7 @@ from dpshard.accounting import allocation as module
 from dpshard.accounting.allocation import allocation, losses
 from dpshard.errors import AccountingError
 from tests.accounting.ledgers import delta_of_gaussian
+from tests.grids import quick
 
 N = 50
 
@@ -45,7 +46,7 @@ def delta_of(epsilon, sigma, T, n=None, epochs=1, points=700):
     ("sigma", "T", "n", "epochs", "points"),
     [(0.6, 2, 2, 1, 2000), (1.5, 2, 2, 1, 2000), (0.5, 5, 2, 1, 2000), (0.8, 3, 3, 1, 250), (1.0, 9, 1, 2, 2000)],
 )
-@pytest.mark.parametrize("delta", [1e-2, 1e-5])
+@pytest.mark.parametrize("delta", quick(1e-2, rest=[1e-5]))
 def test_epsilon_is_that_of_the_densities(sigma, T, n, epochs, points, delta):
     """Two and three steps of an epoch; a part of an epoch; two epochs."""
     epsilon = compute_epsilon(((epoch(sigma, T, n), epochs),), delta)

@@ -144,6 +144,7 @@ def products() -> dict[tuple[str, bool], int]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_a_model_in_parts_does_its_part_of_the_work(products: dict[tuple[str, bool], int]) -> None:
     assert products["tp", False] == products["none", False] // 4
     assert products["cp", False] == products["none", False] // 4

@@ -136,6 +136,7 @@ def test_counted_model_states_are_the_formula() -> None:
         assert states == expected
 
 
+@pytest.mark.exhaustive
 def test_records_of_all_layers_grow_with_the_samples_and_checkpointing_keeps_them() -> None:
     setup = Setup(model=replace(TINY, layers=4), ranks=64, checkpointing=True)
     with simulated(setup) as simulation:
@@ -149,6 +150,7 @@ def test_records_of_all_layers_grow_with_the_samples_and_checkpointing_keeps_the
 
 
 @pytest.mark.parametrize("clipping", quick(Clipping("block-wise"), rest=[Clipping("all-layer", "mixed-ghost")]))
+@pytest.mark.exhaustive
 def test_two_passes_and_blocks_need_no_more_memory_in_a_deeper_model(
     clipping: Clipping, monkeypatch: pytest.MonkeyPatch
 ) -> None:

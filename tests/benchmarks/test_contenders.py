@@ -25,6 +25,7 @@ def trial(workload, **changes):
 
 @pytest.mark.parametrize("workload", WORKLOADS)
 @pytest.mark.parametrize("name", ["dpshard:all-layer", "dpshard:layer-wise:ghost", "dpshard:param-wise", "vmap"])
+@pytest.mark.exhaustive
 def test_the_update_is_that_of_one_sample_at_a_time(name, workload):
     task = trial(workload)
     assert oracle.check(make(name, task), task) < 1e-10

@@ -1,5 +1,6 @@
 """The training with correlated noise plans runs at equal epsilon, and learns."""
 
+import pytest
 import torch
 
 from benchmarks import correlated_training as training
@@ -7,6 +8,7 @@ from dpshard.accounting import epsilon_of
 from tests.coarse import coarse
 
 
+@pytest.mark.exhaustive
 def test_digits_are_learnt_at_the_planned_epsilon():
     task = training.digits()
     with coarse():

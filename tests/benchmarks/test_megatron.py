@@ -37,6 +37,7 @@ def test_the_rows_are_the_published_runs() -> None:
 
 
 @pytest.mark.parametrize("size", chosen(BY_SIZE, "529.6"))
+@pytest.mark.exhaustive
 def test_a_run_is_planned_again(figures: dict[str, Any], size: str) -> None:
     row = BY_SIZE[size]
     (found,) = (f for f in figures["rows"] if f["row"] == asdict(row))

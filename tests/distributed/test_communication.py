@@ -72,6 +72,7 @@ def test_a_private_step_sends_what_an_ordinary_step_sends(simulation: Simulation
         assert private == ordinary | metrics(setup, groups_of(clipping, setup.model)), clipping
 
 
+@pytest.mark.exhaustive
 def test_two_passes_gather_the_blocks_once_more() -> None:
     with simulated(CASES["fsdp2"]) as simulation:
         ordinary = simulation.count(None, 2).traffic()
@@ -82,6 +83,7 @@ def test_two_passes_gather_the_blocks_once_more() -> None:
     assert private == ordinary | metrics(CASES["fsdp2"], 1)
 
 
+@pytest.mark.exhaustive
 def test_context_parallelism_reduces_in_two_levels_and_sends_no_more() -> None:
     """Terms are summed over the ranks of a model, then slices over the data ranks; beside that, numbers a sample."""
     shape = replace(TINY, tied=False)

@@ -106,6 +106,7 @@ def test_shards_have_the_noise_of_one_process(tmp_path: Path, backend: str, worl
         assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.exhaustive
 def test_16_vectors_need_no_more_memory_than_one() -> None:
     """On 2 ranks of FSDP2: one buffer of a block, whatever the number of vectors; they would take 16 shards."""
     plain, correlated = launch("correlated_worker.py", 2, "memory")[0]

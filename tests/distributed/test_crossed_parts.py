@@ -27,6 +27,7 @@ found = shared("crossed_parts_worker.py", ITEMS, lambda world_size, case: (world
 
 
 @pytest.mark.parametrize(("world_size", "case"), ITEMS)
+@pytest.mark.exhaustive
 def test_parts_of_the_model_and_of_the_samples_change_no_update(world_size: int, case: str) -> None:
     for result in found(world_size, case):
         assert exact(result)

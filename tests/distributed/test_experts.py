@@ -54,6 +54,7 @@ found_other = shared("experts_worker.py", OTHERS, lambda case: (2, case), size=1
 
 
 @pytest.mark.parametrize("case", FAULTS)
+@pytest.mark.exhaustive
 def test_faults_of_norms_factors_and_sums_show(case: str) -> None:
     """Each of them is planted; without it the error is below 1e-12."""
     for result in found_other(case):

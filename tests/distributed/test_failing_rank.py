@@ -11,7 +11,11 @@ from tests.distributed.launch import FailedRankError, launch
     ("how", "message"),
     [
         ("leak", "UnsupportedParameterError: weight: a gradient reached it"),
-        ("course", "BatchLayoutError: On rank 1 the model runs a forward of a new kind"),
+        pytest.param(
+            "course",
+            "BatchLayoutError: On rank 1 the model runs a forward of a new kind",
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_a_failing_rank_ends_the_run(how: str, message: str) -> None:

@@ -38,6 +38,7 @@ found_by_deepspeed = shared("packed_worker.py", DEEPSPEED, lambda case: (2, case
 
 
 @pytest.mark.parametrize("case", TORCH)
+@pytest.mark.exhaustive
 def test_packed_rows_are_exact_on_two_ranks(case):
     """All ranks refuse attention that looks across, if only the rows of one show it where they verify together."""
     ranks = found(case)

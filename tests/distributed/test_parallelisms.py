@@ -79,6 +79,7 @@ def test_measured_rows_are_those_of_the_table(figures: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("name", chosen(parallelisms.SETUPS, "HSDP, nodes of 8"))
+@pytest.mark.exhaustive
 def test_bytes_are_counted_again(figures: dict[str, Any], name: str) -> None:
     """On one of 256 ranks, and not more than 6 in 10,000 beyond ordinary training."""
     rows = parallelisms.traffic({name: parallelisms.SETUPS[name]})[name]

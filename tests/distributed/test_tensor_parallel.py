@@ -13,11 +13,11 @@ from tests.distributed.launch import shared
 
 EXACT = (
     *("all-layer:auto+verified", "layer-wise:auto+loss", "block-wise:auto+checkpoint", "all-layer:ghost"),
-    *("all-layer:auto+plain", "all-layer:auto+tied", "all-layer:auto+correlated", "all-layer:auto+plain+buffered"),
+    *("all-layer:auto+plain", "all-layer:auto+correlated", "all-layer:auto+plain+buffered"),
 )
 THOROUGH = (
     *("param-wise:bk", "all-layer:auto+whole+verified", "all-layer:auto+plain+verified", "all-layer:auto+logits"),
-    *("layer-wise:auto+tracked", "layer-wise:auto+tied", "layer-wise:auto+loss+verified"),
+    *("layer-wise:auto+tracked", "layer-wise:auto+tied", "all-layer:auto+tied", "layer-wise:auto+loss+verified"),
 )
 ON_FOUR = ("all-layer:auto+verified", "layer-wise:auto", "all-layer:ghost", "all-layer:auto+plain")
 FAULTS = {"own-part-only": 0.2, "whole-counted-by-each": 0.01, "terms-squared": 0.002}

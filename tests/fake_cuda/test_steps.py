@@ -82,6 +82,7 @@ def test_nothing_waits_for_the_gpu_before_the_release(library, cases):
         require_no_waits(case, found)
 
 
+@pytest.mark.exhaustive
 def test_a_block_takes_few_more_launches_than_without_privacy(library):
     every = steps(library, [f"{case}:{depth}" for case in BLOCKS for depth in (1, 2)])
     for case, most in BLOCKS.items():

@@ -102,6 +102,7 @@ def a_round(model, optimizer, loader, criterion=F.cross_entropy, *, first=False)
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
 @pytest.mark.filterwarnings("ignore:.*does not have many workers")  # Lightning
 @pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.exhaustive
 def test_a_script_runs_with_its_import_changed(script, tmp_path):
     source = re.sub(r"^from opacus", "from dpshard.integrations.opacus", SCRIPTS[script], flags=re.MULTILINE)
     assert source.count("dpshard") == SCRIPTS[script].count("from opacus")

@@ -46,6 +46,7 @@ def rdp(request, monkeypatch):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", [PrivateClassifier, PrivateRegressor])
+@pytest.mark.exhaustive
 def test_they_meet_the_conventions_of_estimators(kind):
     more = {} if kind is PrivateClassifier else {"target_bounds": (-300, 300)}
     estimator = kind(**QUICK | {"steps": 6}, **more, model="linear", random_state=0)

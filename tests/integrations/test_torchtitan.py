@@ -235,6 +235,7 @@ def on_two() -> dict[str, list[Any]]:
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.exhaustive
 def test_the_update_is_that_of_single_documents(case: str) -> None:
     check(on_two()[case], CASES[case].get("precision", "float32"))
 

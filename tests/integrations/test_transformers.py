@@ -306,6 +306,7 @@ PROMPT = [[1, 2, 3]]
 
 
 @pytest.mark.parametrize("case", quick("fsdp2", rest=["ddp", "lora"]))
+@pytest.mark.exhaustive
 def test_two_processes_train_as_one(case, tmp_path):
     """With noise and logs, and half of the accumulation steps; they also save, resume and generate."""
     worker = Path(__file__).with_name("trainer_worker.py")
@@ -347,6 +348,7 @@ def test_what_was_spent_cannot_be_left_behind(damage, tmp_path):
         trainer.train(resume_from_checkpoint=str(file.parent))
 
 
+@pytest.mark.exhaustive
 def test_evaluation_and_generation_work_within_and_after_the_training(tmp_path):
     trainer = trainer_of(
         t5(),

@@ -169,6 +169,7 @@ def test_a_parameter_without_noise_is_refuted(monkeypatch, parameter):
     assert audit.trials.mu(REFUTED_BEYOND) > 1.5 * audit.accounted_mu
 
 
+@pytest.mark.exhaustive
 def test_a_shuffled_loader_that_is_accounted_as_poisson_is_refuted(monkeypatch):
     faults.shuffle(monkeypatch)
     assert audit_steps(*classifier(), **EPOCH, micro_batch_size=2).refuted_at() is not None

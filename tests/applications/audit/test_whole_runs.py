@@ -54,6 +54,7 @@ def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
     ],
     ids=["bins", "groups", "buffers"],
 )
+@pytest.mark.exhaustive
 def test_runs_of_random_batches_are_audited(options):
     model, x, y, loss = classifier()
     found = audit_runs(model, x, y, loss, steps=4, batch_size=1, trials=50, noise_multiplier=0.2, **options)
@@ -84,7 +85,7 @@ def weaken_the_vectors(monkeypatch):
     ("fault", "run"),
     [
         (participate_at_every_step, {"samples": 6, "steps": 6, "trials": 80}),
-        (count_a_single_column, {"samples": 1, "steps": 8, "trials": 80}),
+        pytest.param(count_a_single_column, {"samples": 1, "steps": 8, "trials": 80}, marks=pytest.mark.exhaustive),
         pytest.param(weaken_the_vectors, {}, marks=pytest.mark.exhaustive),
     ],
 )

@@ -233,6 +233,7 @@ def test_correlated_noise_is_planned_and_compared_with_dp_sgd(dpshard):
     assert answers["rdp"]["error_over_dp_sgd"] is None
 
 
+@pytest.mark.exhaustive
 def test_balls_in_bins_are_whole_epochs_and_compared_with_dp_sgd(dpshard):
     """At low noise they need less of it; epochs have round(N / B) steps."""
     run = ["account", "--sample-size", 42_061, "--batch-size", 1024, "--epochs", 10, "--epsilon", 8, "--delta", 8e-6]
@@ -246,6 +247,7 @@ def test_balls_in_bins_are_whole_epochs_and_compared_with_dp_sgd(dpshard):
     assert "this sampling pays" in " ".join(dpshard(*planned).stdout.split())
 
 
+@pytest.mark.exhaustive
 def test_balls_in_bins_with_correlated_noise_name_their_simulation(dpshard):
     run = ["account", "--sample-size", 4000, "--batch-size", 100, "--epochs", 1, "--epsilon", 8, "--delta", 1e-6]
     words = "--correlation banded-inverse --bands 16 --sampling".split()
@@ -270,6 +272,7 @@ def test_bands_are_chosen_for_the_budget(dpshard):
         assert chosen["answers"][0]["error_over_dp_sgd"] <= others["rdp"]["error_over_dp_sgd"] * (1 + 1e-9)
 
 
+@pytest.mark.exhaustive
 def test_three_epochs_at_a_small_epsilon_need_amplification(dpshard):
     run = "account --sample-size 200000 --batch-size 2048 --steps 293 --epsilon 1 --delta 1e-6 --accountant pld".split()
     inverse = "--sampling fixed-order --correlation banded-inverse --bands 64".split()

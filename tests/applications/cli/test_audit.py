@@ -71,6 +71,7 @@ def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, writ
 
 
 @pytest.mark.usefixtures("known_secret")
+@pytest.mark.exhaustive
 def test_the_audit_of_a_run_stays_with_it(dpshard, tmp_path):
     folder = tmp_path / "run"
     dpshard("train", *QUICK, "--clipping-fn", "global", "--max-grad-norm", 4, "--out", folder)
@@ -128,6 +129,7 @@ def test_noise_that_is_used_again_is_found_by_several_steps(dpshard, tmp_path, w
 
 
 @pytest.mark.usefixtures("known_secret")
+@pytest.mark.exhaustive
 def test_correlated_runs_are_audited(dpshard, tmp_path, written, monkeypatch):
     """Trials are shorter than the run, and have fewer bands."""
     correlated = "--steps 6 --sampling fixed-order --correlation banded-inverse --bands 6"

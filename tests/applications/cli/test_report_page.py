@@ -344,6 +344,7 @@ def test_pictures_have_words_and_tables_have_headers(dpshard, run):
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.exhaustive
 def test_a_pdf_with_one_page_for_everybody(dpshard, run):
     weasyprint = pytest.importorskip("weasyprint", exc_type=(ImportError, OSError))
     shown = dpshard("report", run, "--pdf").stdout.split()

@@ -128,6 +128,7 @@ def test_a_run_by_deepspeed_is_stopped_and_killed_and_goes_on_at_another_stage(a
 
 
 @pytest.mark.parametrize("number", quick(signal.SIGINT, rest=[signal.SIGTERM]))
+@pytest.mark.exhaustive
 def test_a_signal_saves_and_another_number_of_processes_goes_on(alone, begun, spawn, dpshard, capfd, number):
     process = spawn("train", "--resume", begun, "--shard", "fsdp2", "--nproc", 2)
     wait_for_steps(begun, 3, process)
@@ -239,6 +240,7 @@ def test_a_run_joins_torchrun(alone, begun):
     assert_same_run(begun, alone)
 
 
+@pytest.mark.exhaustive
 def test_a_run_joins_srun(alone, begun, tmp_path):
     printed = [tmp_path / f"rank-{rank}" for rank in range(2)]
     ranks = []

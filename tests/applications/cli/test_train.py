@@ -104,6 +104,7 @@ def test_the_report_states_the_whole_guarantee(finished):
         assert part in text
 
 
+@pytest.mark.exhaustive
 def test_a_run_of_balls_in_bins_says_so(tmp_path, dpshard):
     """Every training sample once an epoch; six steps are a part of an epoch of 20."""
     dpshard("train", *QUICK, "--sampling", "balls-in-bins", "--out", tmp_path / "run")
@@ -224,6 +225,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path, spawn, known_secr
 
 
 @pytest.mark.parametrize("number", quick(signal.SIGINT, rest=[signal.SIGTERM]))
+@pytest.mark.exhaustive
 def test_a_signal_saves_and_says_how_to_go_on(tmp_path, spawn, known_secret, dpshard, number):
     folder = tmp_path / "stopped"
     process = spawn("train", *LONG, "--out", folder, "--num-workers", 1)
@@ -271,6 +273,7 @@ def test_dropout_optimizer_and_schedule_go_on_bit_for_bit(tmp_path, monkeypatch,
     assert_same_run(stopped, undisturbed)
 
 
+@pytest.mark.exhaustive
 def test_the_bands_that_a_run_chose_stay(tmp_path, monkeypatch, known_secret, dpshard):
     """The run folder has the number that `dpshard account` chooses, and a resume does not choose again."""
     length = "--batch-size 64 --steps 6 --target-epsilon 8 --sampling fixed-order --correlation band-mf".split()

@@ -114,6 +114,7 @@ def test_a_private_score_is_a_candidate_of_the_bound():
     assert "noisy scores" in tuning.statement(private)
 
 
+@pytest.mark.exhaustive
 def test_the_best_trial_comes_out_and_nothing_else(tmp_path, dpshard, monkeypatch):
     drawn(monkeypatch, 0, 1, 0)
     out = tmp_path / "search"

@@ -11,6 +11,7 @@ from dpshard.recipes import VAULT_GEMMA
 
 
 @pytest.mark.parametrize(("accountant", "epsilon"), [("pld", 2.0687), ("rdp", 3.4087)])
+@pytest.mark.exhaustive
 def test_what_vault_gemma_costs(dpshard, accountant, epsilon):
     """Published: epsilon 2.0 at delta 1.1e-10.
 
