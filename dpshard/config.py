@@ -22,7 +22,7 @@ OffloadRecords = bool | float | Literal["auto"]
 """True: all records; False: none; "auto": what does not fit; GiB that stay on the device."""
 NoiseName = Literal["gaussian", "discrete-gaussian"]
 SamplingName = Literal["poisson", "cyclic-poisson", "fixed-order", "balls-in-bins"]
-"""See [Note: Ways to sample] in accounting/courses.py."""
+"""See [Note: Ways to sample] in accounting/sampling_schemes.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,12 @@
 """What `import dpshard` loads: a script that only asks for an epsilon, or prints help, waits for no more than torch."""
 
+import ast
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
 
 HEAVY = (
     "torch._dynamo", "triton", "dp_accounting", "scipy", "cryptography", "torch.distributed.fsdp", "transformers",
@@ -35,3 +40,16 @@ def test_the_engine_loads_no_compiler_and_no_accounting_before_they_are_needed()
     assert not set(HEAVY) & set(told[1].split())
     assert ours < 0.12 * of_torch
     assert sum(not name.startswith("dpshard") for name in told[2].split()) <= 25
+
+
+def test_what_benchmarks_and_examples_import_is_there():
+    """They run in few tests, so a name that has moved would show late."""
+    missing = []
+    for path in (path for folder in ("benchmarks", "examples") for path in (ROOT / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("dpshard"):
+                module = importlib.import_module(node.module)
+                names = [alias.name for alias in node.names if not hasattr(module, alias.name)]
+                found = [f"{node.module}.{name}" for name in names]
+                missing += [f"{path.name}:{node.lineno} {name}" for name in found if not importlib.util.find_spec(name)]
+    assert not missing

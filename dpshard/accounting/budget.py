@@ -23,8 +23,8 @@ class Budget:
 
     def __init__(self, mechanism: Mechanism, *, allow_overspend: bool, run: str = "") -> None:
         self.mechanism = mechanism
-        self._course = mechanism.course
-        self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier, course=self._course)
+        self._scheme = mechanism.scheme
+        self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier, scheme=self._scheme)
         self._history = History()
         self.allow_overspend = allow_overspend
         """Warn about a step over the budget instead of raising."""
@@ -60,7 +60,7 @@ class Budget:
         return True
 
     def _follows(self, identity: bytes, *, of_own: bool = False) -> bool:
-        return self._course is None or self._history.follows(identity, of_own=of_own)
+        return self._scheme is None or self._history.follows(identity, of_own=of_own)
 
     def _warn_of_repeat(self, step: int) -> None:
         if self._warned_of_repeats or not self._history.was_released(step):
@@ -68,7 +68,7 @@ class Budget:
         self._warned_of_repeats = True
         cost = (
             "It costs more than a new step, because it draws the same batch; so does every further repeated step."
-            if self._course is None
+            if self._scheme is None
             else "It begins another branch of the run, which costs as much as the run up to its end."
         )
         warnings.warn(
@@ -87,7 +87,7 @@ class Budget:
 
         Releases of this process stay counted. Raises CheckpointError, without any change, for a damaged state.
         """
-        ledger = PrivacyLedger(self.mechanism.accountant, course=self._course)
+        ledger = PrivacyLedger(self.mechanism.accountant, scheme=self._scheme)
         ledger.load_state_dict(state["ledger"])
         same_run = ledger.run == self.ledger.run
         history = self._history if same_run else self._history.of_other_run()
@@ -112,10 +112,10 @@ class Budget:
 
     def _affordable(self, step: int, **facts: bool) -> Release:
         mechanism, release = self.mechanism, self.mechanism.release(step)
-        if self._course is not None and not self._course.open_ended and step >= self._course.steps:
+        if self._scheme is not None and not self._scheme.open_ended and step >= self._scheme.steps:
             raise BudgetExceededError(
                 f"Step {step + 1} is not planned: sampling={mechanism.sampling!r} plans the noise for "
-                f"{self._course.steps} steps, and another step would cost more than its share. Plan more steps from "
+                f"{self._scheme.steps} steps, and another step would cost more than its share. Plan more steps from "
                 f"the start of a run."
             )
         target, delta = mechanism.target_epsilon, mechanism.target_delta

@@ -20,7 +20,7 @@ from dpshard.accounting.releases import Release
 
 @dataclass(frozen=True, slots=True)
 class BallsInBins:
-    """A release for every epoch; a Course."""
+    """A release for every epoch; a SamplingScheme."""
 
     release: Release
     steps: int
@@ -28,11 +28,11 @@ class BallsInBins:
 
     @property
     def sensitivity(self) -> float:
-        """See Course."""
+        """See SamplingScheme."""
         return 1.0
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course."""
+        """See SamplingScheme."""
         T, total, spans = self.release.epoch_steps, Counter[Release](), list(spans)
         if len(spans) == 1 and spans[0].start == 0:  # almost always
             whole, rest = divmod(spans[0].stop, T)
@@ -54,7 +54,7 @@ class BallsInBins:
         return replace(self.release, noise_multiplier=sigma, sampling_probability=share, allocated_steps=steps)
 
     def in_words(self, steps: int) -> str:
-        """See Course."""
+        """See SamplingScheme."""
         T = self.release.epoch_steps
         return f"{steps} releases in epochs of {T}, with every sample in one random step of each (balls in bins)"
 

@@ -11,8 +11,8 @@ from typing import Any
 from dpshard.accounting.bounds import bound_of, epsilon_of, require_accountant, require_supported
 from dpshard.accounting.calibration import largest_that_fits
 from dpshard.accounting.copies import Span, append, cost, first_missing
-from dpshard.accounting.courses import Course, cost_of
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
+from dpshard.accounting.sampling_schemes import SamplingScheme, cost_of
 from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
 
@@ -26,16 +26,16 @@ class PrivacyLedger:
         run: str = "",
         earlier: Counts = (),
         *,
-        course: Course | None = None,
+        scheme: SamplingScheme | None = None,
     ):
-        """Count the releases of `run`, whose steps compose by `course`; None: each is a release.
+        """Count the releases of `run`, whose steps compose by `scheme`; None: each is a release.
 
         `earlier` releases were made before any step.
         """
         require_accountant(accountant)
         for release, _ in earlier:
             require_supported(release, accountant)
-        self._course = course
+        self._scheme = scheme
         self.accountant: AccountantName = accountant
         self.run = run
         """Identity of the current run."""
@@ -93,9 +93,9 @@ class PrivacyLedger:
         self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True
     ) -> Counter[Release]:
         require_supported(release, self.accountant)
-        if self._course is not None:
+        if self._scheme is not None:
             more = self._with(step, release, unverified_sampling=unverified_sampling, follows=follows)
-            return self._earlier + cost_of(more, self._course)
+            return self._earlier + cost_of(more, self._scheme)
         copies = [span for span in self._spans if span.covers(self.run, step)]
         more = Span(self.run, step, step + 1, release, unverified_sampling)
         return self._cost - cost(copies) + cost([*copies, more])
@@ -125,9 +125,9 @@ class PrivacyLedger:
         releases of the run.
         """
         budget = (target_epsilon, target_delta)
-        if self._course is not None:
+        if self._scheme is not None:
             spans = self._with(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
-            return self._allows_spans(spans, target_epsilon, target_delta, self._course)
+            return self._allows_spans(spans, target_epsilon, target_delta, self._scheme)
         total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
         if budget in self._fitting and total <= self._fitting[budget]:
             return True
@@ -145,10 +145,12 @@ class PrivacyLedger:
             return True
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
 
-    def _allows_spans(self, spans: list[Span], target_epsilon: float, target_delta: float, course: Course) -> bool:
+    def _allows_spans(
+        self, spans: list[Span], target_epsilon: float, target_delta: float, scheme: SamplingScheme
+    ) -> bool:
         """Try `spans` with the rest of the plan, which is cached, before `spans`."""
-        finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, course.steps))]
-        costs = (tuple((self._earlier + cost_of(each, course)).items()) for each in (finished, spans))
+        finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, scheme.steps))]
+        costs = (tuple((self._earlier + cost_of(each, scheme)).items()) for each in (finished, spans))
         return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
@@ -179,8 +181,8 @@ class PrivacyLedger:
         earlier = f", {before} releases about all samples before them" if before else ""
         groups = max((release.quantile_counts for release in self._cost), default=0)
         counts = f" of a sum and {groups} clipping count{'s' * (groups > 1)}" if groups else ""
-        if self._course is not None:
-            what = self._course.in_words(self.releases)
+        if self._scheme is not None:
+            what = self._scheme.in_words(self.releases)
             return f"zero-out neighbours at fixed N, {what}{counts and f', each{counts}'}{repeated}{trust}{earlier}"
         cap = " with a cap" if relation == "replace-special" else ""
         noise = " with discrete Gaussian noise" if any(r.discretized_elements for r in self._cost) else ""
@@ -212,4 +214,4 @@ class PrivacyLedger:
         self.run, self.steps = run, steps
         if not visited:
             self._spans = [*map(copy, self._own), *spans]
-            self._cost = self._earlier + cost_of(self._spans, self._course)
+            self._cost = self._earlier + cost_of(self._spans, self._scheme)

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import get_args
 
 from dpshard.accounting.copies import Span
-from dpshard.accounting.courses import MOST_BINS, CorrelatedBins, Course, CyclicPoisson, FixedOrder
 from dpshard.accounting.epochs import BallsInBins
 from dpshard.accounting.releases import Counts, Release, relation_of
+from dpshard.accounting.sampling_schemes import MOST_BINS, CorrelatedBins, CyclicPoisson, FixedOrder, SamplingScheme
 from dpshard.config import (
     AccountantName,
     BatchSchedule,
@@ -51,7 +51,7 @@ class SampledMechanism:
     earlier: Counts = ()
     """Releases about the same samples before the run, which epsilon covers."""
     sampling: SamplingName = "poisson"
-    """See [Note: Ways to sample] in courses.py."""
+    """See [Note: Ways to sample] in sampling_schemes.py."""
     noise_correlation: BandedInverse | BandMF | None = None
     """Correlation of the noise over steps, or None."""
 
@@ -79,7 +79,7 @@ class SampledMechanism:
         return (self.noise_correlation and self.noise_correlation.workload) or PREFIX_SUMS
 
     @property
-    def course(self) -> Course | None:
+    def scheme(self) -> SamplingScheme | None:
         """Composition of the steps; None if each is a release of its own."""
         if self.sampling == "poisson":
             return None
@@ -104,8 +104,8 @@ class SampledMechanism:
     @property
     def sensitivity(self) -> float:
         """Largest change by one sample of contributions of norm 1: of a sum, or of C S."""
-        course = self.course
-        return 1.0 if course is None else course.sensitivity
+        scheme = self.scheme
+        return 1.0 if scheme is None else scheme.sensitivity
 
     @property
     def error(self) -> float:
@@ -125,16 +125,16 @@ class SampledMechanism:
 
     def release(self, step: int) -> Release:
         """Return the release of `step`, or the one it is part of; past the end, the last one."""
-        course = self.course
-        return self._release(self.schedule[step]) if course is None else course.release
+        scheme = self.scheme
+        return self._release(self.schedule[step]) if scheme is None else scheme.release
 
     def releases(self, steps: int | None = None) -> Counts:
         """Return the earlier releases, and those of the first `steps` steps, by default all."""
-        course, steps = self.course, self._steps if steps is None else min(steps, self._steps)
+        scheme, steps = self.scheme, self._steps if steps is None else min(steps, self._steps)
         if steps < 1:
             raise ConfigurationError("No release before the first step: ask for at least one step.")
-        if course is not None:
-            return (*self.earlier, *course.cost([Span("", 0, steps, course.release, False)]).items())
+        if scheme is not None:
+            return (*self.earlier, *scheme.cost([Span("", 0, steps, scheme.release, False)]).items())
         sizes = Counter(self.schedule.sizes[:steps])
         return (*self.earlier, *((self._release(size), count) for size, count in sizes.items()))
 

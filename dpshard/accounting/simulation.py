@@ -10,7 +10,7 @@ means of convex functions of A rise with K. k branches have at most k K: sigma /
 
 [Note: Bins on a circle]
 Let the rows be a circle of E T >= steps, where the columns of |C| run on at the beginning. That only adds to K, and
-K'_ij depends on i - j mod T only. `overlaps` are K'_d / K'_0, rounded up; `course.sensitivity` is the root of K'_0.
+K'_ij depends on i - j mod T only. `overlaps` are K'_d / K'_0, rounded up; `scheme.sensitivity` is the root of K'_0.
 What the matrix then lacks to be a covariance is added to its diagonal.
 
 [Note: What a simulation shows]

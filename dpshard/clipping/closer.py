@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from dpshard.clipping.closing import Measured, clip, squared_norms
+from dpshard.clipping.coefficients import Measured, clip, squared_norms
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.scheme import Scheme
 from dpshard.clipping.stacks import Stack, Stacks, recipe_to_join

@@ -27,7 +27,7 @@ from dpshard.records import (
     pays_to_join,
 )
 from dpshard.records.host import total
-from dpshard.records.written import changed, nbytes_of, versions
+from dpshard.records.written import changed_in_backward, nbytes_of, versions
 from dpshard.rules.call import Source
 from dpshard.rules.derived import pull_back, pull_back_per_sample
 
@@ -221,7 +221,7 @@ class GroupTape:
     def _require_unwritten(self, name: str, records: Iterable[Record], *, measured: bool = True) -> None:
         before = self._versions.pop(name, None)
         if before is not None and before != [versions(record) for record in records]:
-            raise changed(name, measured=measured)
+            raise changed_in_backward(name, measured=measured)
 
     def copy_records(self, memory: OwnMemory) -> None:
         """Copy the measured records."""

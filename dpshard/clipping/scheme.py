@@ -16,7 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from dpshard.clipping.closing import ClippedSums
+from dpshard.clipping.coefficients import ClippedSums
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import Roots
 from dpshard.clipping.groups import ClippingGroup

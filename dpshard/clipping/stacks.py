@@ -19,7 +19,7 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.uses import Use
 from dpshard.config import Execution
 from dpshard.records import OuterProduct, OwnMemory, PerSampleGrad, Stacked, small_bytes
-from dpshard.records.written import changed
+from dpshard.records.written import changed_in_backward
 from dpshard.rules.call import Recipe, Source
 
 FEWEST = 4
@@ -46,7 +46,7 @@ class _Row:
 
     def refuse_written(self) -> None:
         if sum(map(_VERSION, self.tensors)) != self.version:
-            raise changed(self.uses[0].sources[0].label, measured=False)
+            raise changed_in_backward(self.uses[0].sources[0].label, measured=False)
 
 
 def _row(uses: Sequence[Use], tensors: Sequence[Tensor]) -> _Row:

@@ -15,7 +15,7 @@ from torch import Tensor
 from dpshard.clipping.autograd_nodes import Arrive, apply_anchor, apply_slot, in_full_precision, tap
 from dpshard.clipping.checkpointing import KeptOutputs, unseen
 from dpshard.clipping.closer import Closer
-from dpshard.clipping.closing import ClippedSums, Pass
+from dpshard.clipping.coefficients import ClippedSums, Pass
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.group_tape import GroupTape, Roots
 from dpshard.clipping.groups import ClippingGroup

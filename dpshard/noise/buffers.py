@@ -39,7 +39,15 @@ class NoiseBuffers:
     def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
         """Return y [n] of each shard for the last of `links`, the keys of all steps."""
         key = tuple(
-            (shard.name, shard.start, shard.run, shard.stride, shard.local.shape, shard.local.dtype, shard.local.device)
+            (
+                shard.name,
+                shard.start,
+                shard.run_length,
+                shard.stride,
+                shard.local.shape,
+                shard.local.dtype,
+                shard.local.device,
+            )
             for shard in shards
         )
         if key not in self._rings:
@@ -83,7 +91,7 @@ class _Ring:
         sizes = [piece.local.numel() for piece in pieces]
         y = self.vectors.new_zeros(sum(sizes))
         drawn = [
-            SumShard(piece.name, part.view(piece.local.shape), piece.start, piece.run, piece.stride)
+            SumShard(piece.name, part.view(piece.local.shape), piece.start, piece.run_length, piece.stride)
             for piece, part in zip(pieces, y.split(sizes), strict=True)
         ]
         KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
@@ -145,7 +153,7 @@ def _pieces(shards: Sequence[SumShard]) -> Iterator[tuple[int, list[SumShard]]]:
 
 def _cut(shard: SumShard) -> Iterator[SumShard]:
     """Yield a shard's parts in each block; columns of a matrix stay together."""
-    if shard.run:
+    if shard.run_length:
         yield shard
         return
     n, at = shard.local.numel(), 0

@@ -23,7 +23,7 @@ import numpy as np
 
 from dpshard.config import is_count, is_number
 from dpshard.errors import ConfigurationError
-from dpshard.noise.workloads import Series, Workload, inverse, moved, never_rising, optimised
+from dpshard.noise.workloads import Series, Workload, inverse, never_rising, optimised, sum_of_columns
 
 PREFIX_SUMS = Workload()
 LARGEST_WEIGHT = 2.0**20
@@ -162,7 +162,7 @@ def sensitivities(correlation: Correlation, steps: int, separation: int) -> Seri
 
 def _bounds(strategy: Series, separation: int) -> Series:
     overlap = strategy[separation:].any()
-    move = moved(never_rising(strategy) if overlap else strategy, separation)
+    move = sum_of_columns(never_rising(strategy) if overlap else strategy, separation)
     with np.errstate(over="ignore", invalid="ignore"):
         bounds = np.sqrt(np.cumsum(move**2))
     if not math.isfinite(bounds[-1]):

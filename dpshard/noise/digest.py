@@ -63,9 +63,9 @@ class SumDigest:
         """
         require_shards(shards)
         filled = [shard for shard in shards if shard.local.numel()]
-        total = self._of_whole([shard for shard in filled if not shard.run])
+        total = self._of_whole([shard for shard in filled if not shard.run_length])
         for shard in filled:
-            for piece in shard.contiguous() if shard.run else ():
+            for piece in shard.contiguous() if shard.run_length else ():
                 total = self._of_whole([piece]).to(total.device) + total
         return total
 

@@ -86,24 +86,26 @@ class SumShard(NamedTuple):
     """Any shape and strides, float32 or float64; its noise has its dtype."""
     start: int = 0
     """`local` holds the elements [start, start + local.numel()) of the flattened whole."""
-    run: int = 0
+    run_length: int = 0
     """If not 0, `local` holds runs of so many elements; run j begins at start + j * stride."""
     stride: int = 0
 
     def contiguous(self) -> Iterator[SumShard]:
         """Yield copies of one run each, about a block long, with zeros between the runs."""
-        rows = self.local.detach().reshape(-1, self.run)
+        rows = self.local.detach().reshape(-1, self.run_length)
         n = max(1, BLOCK // self.stride)
         for first in range(0, len(rows), n):
             part = rows[first : first + n]
-            spread = part.new_zeros((len(part) - 1) * self.stride + self.run)
+            spread = part.new_zeros((len(part) - 1) * self.stride + self.run_length)
             spread.as_strided(part.shape, (self.stride, 1)).copy_(part)
             yield SumShard(self.name, spread, self.start + first * self.stride)
 
     def take_back_(self, pieces: Iterable[SumShard]) -> None:
         """Copy the runs of `contiguous` pieces back into `local`."""
         rows = [
-            piece.local.as_strided(((len(piece.local) - self.run) // self.stride + 1, self.run), (self.stride, 1))
+            piece.local.as_strided(
+                ((len(piece.local) - self.run_length) // self.stride + 1, self.run_length), (self.stride, 1)
+            )
             for piece in pieces
         ]
         self.local.detach().copy_(torch.cat(rows).view(self.local.shape))
@@ -152,10 +154,10 @@ class KeyedGaussian:
 
     def _release_(self, shards: Sequence[SumShard], step: int, std: float, divisor: float) -> Tensor:
         filled = [shard for shard in shards if shard.local.numel()]
-        whole = [shard for shard in filled if not shard.run]
+        whole = [shard for shard in filled if not shard.run_length]
         squares = [self._release_whole_(whole, step, std, divisor)] if whole else []
         for shard in filled:
-            if shard.run:
+            if shard.run_length:
                 pieces = list(shard.contiguous())
                 squares += [self._release_whole_([piece], step, std, divisor) for piece in pieces]
                 shard.take_back_(pieces)

@@ -82,7 +82,7 @@ def never_rising(series: Series) -> Series:
     return cast(Series, np.maximum.accumulate(np.abs(series[::-1]))[::-1])
 
 
-def moved(column: Series, separation: int) -> Series:
+def sum_of_columns(column: Series, separation: int) -> Series:
     """Return the sum [T] of every `separation`-th column of the Toeplitz matrix of `column`."""
     total = np.zeros(len(column))
     for first in range(0, len(column), separation):
@@ -106,7 +106,7 @@ def optimised(bands: int, steps: int, separation: int, workload: Workload, *, in
         strategy, noising = (other, known) if inverted else (known, other)
         with np.errstate(over="ignore", invalid="ignore"):
             column = never_rising(strategy) if overlapping else strategy
-            move, model = moved(column, separation), workload.sums(noising)
+            move, model = sum_of_columns(column, separation), workload.sums(noising)
             squared, error = float(move @ move), float(np.sum(weight * model**2))
         if not math.isfinite(squared * error):
             return math.inf, np.zeros_like(tail)

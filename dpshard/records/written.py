@@ -34,7 +34,7 @@ def _sum_of(record: Record, attribute: str) -> int:
     return total
 
 
-def changed(name: str, *, measured: bool = True) -> LogicalBatchError:
+def changed_in_backward(name: str, *, measured: bool = True) -> LogicalBatchError:
     """Return the error for a record written during backward."""
     when = (
         "after its norm was measured: the sample would count more than its clipped gradient"

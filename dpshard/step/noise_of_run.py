@@ -36,7 +36,7 @@ class NoiseOfRun:
         correlation, steps = mechanism.noise_correlation, mechanism.schedule.steps
         most = steps if isinstance(correlation, BandMF) else len(mechanism.noise_weights(steps - 1))
         self._digest: tuple[bytes, SumDigest] | None = None
-        self._chain = None if mechanism.course is None else Chain(most - 1)
+        self._chain = None if mechanism.scheme is None else Chain(most - 1)
         self._buffers: NoiseBuffers | None = None
         if isinstance(correlation, BandMF) and correlation.buffers:
             self._buffers = NoiseBuffers(mechanism.correlation.strategy(steps)[: correlation.bands].tolist())

@@ -70,9 +70,9 @@ def test_an_epoch_with_one_repeated_step_costs_less_than_it_is_charged():
     A = (ratio[:, None, None] * ratio[:, None] + ratio) / 2
     c = math.exp(epsilon)
     true = max((under_q * np.maximum(A - c, 0)).sum(), (under_q * np.maximum(1 - c * A, 0)).sum())
-    course = BallsInBins(Release(sigma, 1.0, N, allocated_steps=2), 2)
-    ((charged, count),) = course.cost([span(0, 2), span(0, 1)]).items()
-    ((once, _),) = course.cost([span(0, 2)]).items()
+    scheme = BallsInBins(Release(sigma, 1.0, N, allocated_steps=2), 2)
+    ((charged, count),) = scheme.cost([span(0, 2), span(0, 1)]).items()
+    ((once, _),) = scheme.cost([span(0, 2)]).items()
     assert count == 1
 
     def delta(release):

@@ -194,12 +194,12 @@ def test_the_failure_is_part_of_delta():
 
 
 def test_branches_share_their_bins_and_first_steps_cost_the_run():
-    course = run_of(BandedInverse(bands=3), noise_multiplier=1.0).course
-    spans = [Span("run", start, stop, course.release, False) for start, stop in ((0, 4), (2, 4), (3, 4))]
-    assert course.cost(spans[:1]) == Counter([course.release])
-    assert course.cost(spans) == Counter([replace(course.release, noise_multiplier=1 / math.sqrt(3))])
-    assert course.cost([replace(spans[0], stop=1)]) == Counter([course.release])
-    assert course.cost([]) == Counter()
+    scheme = run_of(BandedInverse(bands=3), noise_multiplier=1.0).scheme
+    spans = [Span("run", start, stop, scheme.release, False) for start, stop in ((0, 4), (2, 4), (3, 4))]
+    assert scheme.cost(spans[:1]) == Counter([scheme.release])
+    assert scheme.cost(spans) == Counter([replace(scheme.release, noise_multiplier=1 / math.sqrt(3))])
+    assert scheme.cost([replace(spans[0], stop=1)]) == Counter([scheme.release])
+    assert scheme.cost([]) == Counter()
 
 
 def test_other_releases_compose_with_it():

@@ -227,7 +227,7 @@ def test_a_branch_costs_what_its_path_moves():
         engine.load_state_dict(state)
     with pytest.warns(UserWarning, match="another branch"):
         train(engine, lr=0.3)
-    moved = engine.mechanism.course._sensitivities
+    moved = engine.mechanism.scheme._sensitivities
     assert spans(engine) == [(0, 7), (5, 12)]
     (release,) = engine._budget.ledger._cost
     assert release.noise_multiplier == pytest.approx(moved[-1] / np.hypot(moved[6], moved[11]))
@@ -261,10 +261,10 @@ def test_branches_that_end_at_equal_steps_are_not_joined():
 
 
 def test_a_cyclic_branch_costs_more_in_the_windows_that_it_meets():
-    course = make(**CYCLIC).mechanism.course
-    one = [Span("", 0, 12, course.release, False)]
-    assert course.cost(one) == {course.release: 4}
-    found = course.cost([*one, Span("", 4, 5, course.release, False)])
+    scheme = make(**CYCLIC).mechanism.scheme
+    one = [Span("", 0, 12, scheme.release, False)]
+    assert scheme.cost(one) == {scheme.release: 4}
+    found = scheme.cost([*one, Span("", 4, 5, scheme.release, False)])
     assert sorted((r.noise_multiplier, n) for r, n in found.items()) == [
         (pytest.approx(2**-0.5), 2),  # windows [0, 6) and [3, 9) hold step 4
         (1.0, 2),

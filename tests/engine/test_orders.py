@@ -517,4 +517,4 @@ def test_evaluation_and_left_batches_do_not_take_part():
 def test_the_sampler_of_balls_in_bins_is_the_accounted_one():
     engine = make("balls-in-bins")
     sampler = sampler_of(engine.mechanism, engine._secret)
-    assert sampler.epoch_steps == engine.mechanism.course.release.epoch_steps == 6
+    assert sampler.epoch_steps == engine.mechanism.scheme.release.epoch_steps == 6

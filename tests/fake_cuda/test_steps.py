@@ -27,7 +27,7 @@ BLOCKS = {
     "wide:layer-wise:auto:bf16": 1.48,
 }
 """Most launches that a block adds, over those that it adds to an ordinary step; of small layers, and of large ones."""
-ONCE = "backends/checksums.py:_count_ends copies", "clipping/closing.py:_places copies"
+ONCE = "backends/checksums.py:_count_ends copies", "clipping/coefficients.py:_places copies"
 """Real tensors copy these numbers only in the first step; the caches must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"
 """Padding rows are compared with the batch that was handed out; these copies do not block."""

@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Clipper, Tape
 from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
-from dpshard.records.offload import trial
+from dpshard.records.offload import self_test
 from dpshard.records.offload.copies import Copies, Gpu
 from tests.oracle import norm, private_step, relative_error
 
@@ -222,9 +222,9 @@ def test_offloaded_records_give_the_same_update(keep):
 
 @needs_gpu
 def test_the_trial_of_offloading_passes_and_finds_missing_waits():
-    assert trial.returned_as_it_left(Gpu(DEVICE), trial._BYTES)
+    assert self_test.returned_as_it_left(Gpu(DEVICE), self_test._BYTES)
     with mock.patch.object(Copies, "_after"):
-        assert not trial.returned_as_it_left(Gpu(DEVICE), trial._BYTES)
+        assert not self_test.returned_as_it_left(Gpu(DEVICE), self_test._BYTES)
 
 
 @needs_gpu

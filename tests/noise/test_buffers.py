@@ -27,7 +27,7 @@ def shards(dtype=torch.float64):
         SumShard("matrix", torch.zeros(30, 7, dtype=dtype)),
         SumShard("vector", torch.zeros(2500, dtype=dtype), 5),
         SumShard("across", torch.zeros(40, dtype=dtype), BLOCK - 17),
-        SumShard("columns", torch.zeros(6, 3, dtype=dtype), 2, run=3, stride=10),
+        SumShard("columns", torch.zeros(6, 3, dtype=dtype), 2, run_length=3, stride=10),
         SumShard("transposed", torch.zeros(4, 5, dtype=dtype).T),
         SumShard("empty", torch.zeros(0, dtype=dtype)),
     ]
@@ -76,7 +76,7 @@ def test_noise_drawn_by_the_element_as_on_gpus_is_that_of_the_matrix(monkeypatch
 
 def test_a_release_is_the_sum_with_the_noise_over_the_divisor():
     def of():
-        return [SumShard(s.name, s.local + 3, s.start, s.run, s.stride) for s in shards()]
+        return [SumShard(s.name, s.local + 3, s.start, s.run_length, s.stride) for s in shards()]
 
     noise = run(fresh(), [0])[0]
     buffers, some = fresh(), of()

@@ -22,7 +22,7 @@ from dpshard.interception.batch_dims.axes import (
     merge,
     rows_key,
 )
-from dpshard.interception.batch_dims.row_order import ROWS, Doubt, settle
+from dpshard.interception.batch_dims.row_order import ROWS, UndecidedDim, settle
 from dpshard.interception.determinism import DeterministicForward
 from dpshard.interception.protocols import Exchange
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
@@ -136,9 +136,9 @@ class _SecondRun(_Compared):
         super().__init__()
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
-        self.doubts: dict[int, list[Doubt]] = {}
+        self.doubts: dict[int, list[UndecidedDim]] = {}
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._silent: int | None = 0  # see Doubt.silent
+        self._silent: int | None = 0  # see UndecidedDim.silent
         self.apart = False
         """A call had other arguments than in the first run."""
         self.routing = Routing(sizes[1], self._holds_samples, exchange)
@@ -205,7 +205,7 @@ class _SecondRun(_Compared):
         holds = made.axis is not None and made.axis.dim == dim and not (dim and made.flattened)
         merge(self.layout, {rows_key(x, dim): CallLayout([BatchAxis(dim) if holds else None], None)})
         if read and holds and made.flattened:
-            doubt = Doubt(ROWS, 0, 0, x.detach().clone(), made.seen_at, rows_key(x, dim))
+            doubt = UndecidedDim(ROWS, 0, 0, x.detach().clone(), made.seen_at, rows_key(x, dim))
             self.doubts.setdefault(made.position, []).append(doubt)
         return holds
 
@@ -228,7 +228,7 @@ class _SecondRun(_Compared):
         if made is None or made.axis is None:
             return None
         if made.flattened:
-            doubt = Doubt(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
+            doubt = UndecidedDim(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
             self.doubts.setdefault(made.position, []).append(doubt)
         return made.axis
 
@@ -271,7 +271,7 @@ class _SecondRun(_Compared):
                 f"exists."
             )
         if old[dim] != first:
-            doubt = Doubt(key, place, dim, x.detach().clone(), place, silent=self._silent)
+            doubt = UndecidedDim(key, place, dim, x.detach().clone(), place, silent=self._silent)
             self.doubts.setdefault(position, []).append(doubt)
         return BatchAxis(dim)
 

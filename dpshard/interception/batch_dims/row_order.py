@@ -23,7 +23,7 @@ _SAME = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Doubt:
+class UndecidedDim:
     """A flattened batch dimension; only values show its order."""
 
     key: CallKey
@@ -48,7 +48,7 @@ class Doubt:
 
 def settle(
     layout: Layout,
-    doubts: dict[int, list[Doubt]],
+    doubts: dict[int, list[UndecidedDim]],
     values: dict[int, list[Tensor]],
     sizes: tuple[int, int],
     rows_per_unit: int = 1,
@@ -61,7 +61,7 @@ def settle(
     later, so an open order may be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
-    undecided: list[Doubt] = []
+    undecided: list[UndecidedDim] = []
     for position, here in doubts.items():
         for doubt in here:
             order = _adjacent_rows(doubt, values[position][doubt.seen_at], sizes, rows_per_unit, verified=verified)
@@ -96,7 +96,7 @@ def settle(
 
 
 def _adjacent_rows(
-    doubt: Doubt, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
+    doubt: UndecidedDim, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
 ) -> int | None:
     """Return how many rows of a sample are adjacent, 0 for all; None if values leave it open."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
@@ -127,7 +127,7 @@ def _adjacent_rows(
     return fitting[0]
 
 
-def _as_beside(doubt: Doubt, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
+def _as_beside(doubt: UndecidedDim, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
     """Return an order for equal rows, from like calls or arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:

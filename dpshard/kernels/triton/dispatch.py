@@ -43,17 +43,17 @@ def _is_installed() -> bool:
 def _runs(device: torch.device) -> bool:
     if not _has_tensor_cores(device):
         return False
-    return _passes(device, lambda trial: trial.wrong_noise(device))
+    return _passes(device, lambda self_test: self_test.wrong_noise(device))
 
 
 @functools.cache
 def _multiplies(device: torch.device, dtype: torch.dtype) -> bool:
-    return interpreted() or _passes(device, lambda trial: trial.wrong_product(device, dtype))
+    return interpreted() or _passes(device, lambda self_test: self_test.wrong_product(device, dtype))
 
 
 @functools.cache
 def _adds_rows(device: torch.device) -> bool:
-    return interpreted() or _passes(device, lambda trial: trial.wrong_rows(device))
+    return interpreted() or _passes(device, lambda self_test: self_test.wrong_rows(device))
 
 
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
@@ -82,10 +82,10 @@ def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bo
 def _try_out(find_wrong: Callable[[Any], str | None]) -> str | None:
     from triton.errors import TritonError
 
-    from dpshard.kernels.triton import trial
+    from dpshard.kernels.triton import self_test
 
     try:
-        return find_wrong(trial)
+        return find_wrong(self_test)
     except TritonError as error:  # a plain Exception
         raise RuntimeError(str(error)) from error
 

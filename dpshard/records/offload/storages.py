@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dpshard.records.numerics import checksum
 from dpshard.records.offload.copies import Away, Copies
 from dpshard.records.owned import OwnMemory
-from dpshard.records.written import changed, versions
+from dpshard.records.written import changed_in_backward, versions
 
 
 class Storage:
@@ -43,7 +43,7 @@ class Storage:
     def require_unwritten(self) -> None:
         """Raise LogicalBatchError unless the bytes on the device are as they came."""
         if self._watched is not None and self._watched._version != self._version:
-            raise changed(self.name)
+            raise changed_in_backward(self.name)
 
     def leave(self, copies: Copies) -> None:
         """Let the bytes leave."""
@@ -93,7 +93,7 @@ class Waiting:
     def require_unwritten(self) -> None:
         """Raise LogicalBatchError unless the tensors that stay are as they were."""
         if self.versions is not None and versions(self.kind(**self.values)) != self.versions:
-            raise changed(self.name)
+            raise changed_in_backward(self.name)
 
     def copied(self, memory: OwnMemory) -> Waiting:
         """Return the record in its own memory."""

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from dpshard import BandedInverse, BandMF
-from dpshard.accounting import courses
+from dpshard.accounting import sampling_schemes
 from dpshard.applications.audit import audit_runs
 from dpshard.noise.correlation import sensitivities
 from dpshard.noise.keyed import KeyedGaussian
@@ -68,7 +68,9 @@ def participate_at_every_step(monkeypatch):
 
 def count_a_single_column(monkeypatch):
     monkeypatch.setattr(
-        courses, "sensitivities", lambda correlation, steps, separation: sensitivities(correlation, steps, steps)
+        sampling_schemes,
+        "sensitivities",
+        lambda correlation, steps, separation: sensitivities(correlation, steps, steps),
     )
 
 

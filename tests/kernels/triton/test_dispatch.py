@@ -23,8 +23,8 @@ def gpu():
     with (
         mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
         mock.patch.object(dispatch, "_is_installed", return_value=True),
-        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.trial": trial}),
-        mock.patch.object(triton, "trial", trial, create=True),
+        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.self_test": trial}),
+        mock.patch.object(triton, "self_test", trial, create=True),
     ):
         yield trial
     dispatch._runs.cache_clear()

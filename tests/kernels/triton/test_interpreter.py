@@ -13,7 +13,7 @@ from tests.grids import quick
 HERE = Path(__file__).parent
 
 
-WHOLE = ["test_products.py", "test_training.py", "test_trial.py"]
+WHOLE = ["test_products.py", "test_training.py", "test_self_test.py"]
 
 
 @pytest.mark.parametrize("tests", quick("test_gaussian.py", "test_rows.py", rest=WHOLE))

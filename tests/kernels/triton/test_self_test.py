@@ -1,11 +1,11 @@
-"""The trial of kernels at their first use on a device: sound ones pass, and each planted fault is named."""
+"""The self-test of kernels at their first use on a device: sound ones pass, and each planted fault is named."""
 
 from unittest import mock
 
 import pytest
 import torch
 
-from dpshard.kernels.triton import operators, tiles, trial
+from dpshard.kernels.triton import operators, self_test, tiles
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
 skip_without_kernels()
@@ -13,18 +13,18 @@ skip_without_kernels()
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_sound_kernels_pass(dtype):
-    assert trial.wrong_product(DEVICE, dtype) is None
+    assert self_test.wrong_product(DEVICE, dtype) is None
 
 
 def test_trials_have_small_and_large_tiles():
-    ghost = {tiles.ghost_tile(B * G, T) for B, G, T, _, _ in trial._SIZES}
-    gradient = {max(tiles.gradient_tile(B * G, R, C)) for B, G, _, R, C in trial._SIZES}
+    ghost = {tiles.ghost_tile(B * G, T) for B, G, T, _, _ in self_test._SIZES}
+    gradient = {max(tiles.gradient_tile(B * G, R, C)) for B, G, _, R, C in self_test._SIZES}
     assert {64, 128} <= ghost
     assert {64, 128} <= gradient
 
 
 def test_sound_noise_passes():
-    assert trial.wrong_noise(DEVICE) is None
+    assert self_test.wrong_noise(DEVICE) is None
 
 
 def doubled_last_tile(result):
@@ -45,17 +45,17 @@ def test_a_product_that_differs_is_named(name, fault):
         found = sound(*args)
         return (fault(found[0].clone()), found[1]) if isinstance(found, tuple) else fault(found.clone())
 
-    with mock.patch.object(trial, "_SIZES", ((2, 1, 20, 18, 17),)), mock.patch.object(operators, name, faulty):
-        assert trial.wrong_product(DEVICE, torch.bfloat16) == name
+    with mock.patch.object(self_test, "_SIZES", ((2, 1, 20, 18, 17),)), mock.patch.object(operators, name, faulty):
+        assert self_test.wrong_product(DEVICE, torch.bfloat16) == name
 
 
 @pytest.mark.parametrize("fault", [doubled_last_tile, not_finite])
 @pytest.mark.parametrize("name", ["row_norm_sq", "weighted_rows"])
 def test_a_sum_of_rows_that_differs_is_named(name, fault):
     sound = getattr(operators, name)
-    assert trial.wrong_rows(DEVICE) is None
+    assert self_test.wrong_rows(DEVICE) is None
     with mock.patch.object(operators, name, lambda *args: fault(sound(*args).clone())):
-        assert trial.wrong_rows(DEVICE) == name
+        assert self_test.wrong_rows(DEVICE) == name
 
 
 def test_rows_of_weight_0_that_are_read_are_named():
@@ -63,7 +63,7 @@ def test_rows_of_weight_0_that_are_read_are_named():
         return torch.einsum("ub,ubn->un", weights, x)
 
     with mock.patch.object(operators, "weighted_rows", faulty):
-        assert trial.wrong_rows(DEVICE) == "weighted_rows"
+        assert self_test.wrong_rows(DEVICE) == "weighted_rows"
 
 
 @pytest.mark.parametrize("std", [0.0, 0.3001])
@@ -74,7 +74,7 @@ def test_noise_of_another_size_is_named(std):
         return sound(x, streams, weights, block, start, std, divisor)
 
     with mock.patch.object(operators, "release_", faulty):
-        assert trial.wrong_noise(DEVICE) == "release_"
+        assert self_test.wrong_noise(DEVICE) == "release_"
 
 
 def test_noise_of_another_stream_is_named():
@@ -84,7 +84,7 @@ def test_noise_of_another_stream_is_named():
         return sound(x, streams.roll(1, 1), *rest)
 
     with mock.patch.object(operators, "release_", faulty):
-        assert trial.wrong_noise(DEVICE) == "release_"
+        assert self_test.wrong_noise(DEVICE) == "release_"
 
 
 def test_noise_without_an_earlier_vector_is_named():
@@ -94,4 +94,4 @@ def test_noise_without_an_earlier_vector_is_named():
         return sound(x, streams[:1], weights[:1], *rest)
 
     with mock.patch.object(operators, "release_", faulty):
-        assert trial.wrong_noise(DEVICE) == "release_"
+        assert self_test.wrong_noise(DEVICE) == "release_"

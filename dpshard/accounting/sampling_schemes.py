@@ -36,7 +36,7 @@ MOST_BINS = 2**14
 """Largest epoch of CorrelatedBins: with more steps, too few losses would be drawn."""
 
 
-class Course(Protocol):
+class SamplingScheme(Protocol):
     """A run whose steps compose to other releases than one a step."""
 
     open_ended: ClassVar[bool]
@@ -79,7 +79,7 @@ class FixedOrder:
 
     @property
     def sensitivity(self) -> float:
-        """See Course."""
+        """See SamplingScheme."""
         return float(self._sensitivities[-1])
 
     @property
@@ -87,7 +87,7 @@ class FixedOrder:
         return sensitivities(self.correlation, self.steps, self.separation)
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course."""
+        """See SamplingScheme."""
         ends, moved = [span.stop for span in spans], self._sensitivities
         if not ends:
             return Counter()
@@ -95,7 +95,7 @@ class FixedOrder:
         return Counter([replace(self.release, noise_multiplier=self.release.noise_multiplier / whole)])
 
     def in_words(self, steps: int) -> str:
-        """See Course."""
+        """See SamplingScheme."""
         return f"one Gaussian release of {steps} sums over batches in a fixed order{_noise(self.correlation)}"
 
 
@@ -110,11 +110,11 @@ class CyclicPoisson:
 
     @property
     def sensitivity(self) -> float:
-        """See Course."""
+        """See SamplingScheme."""
         return float(sensitivities(self.correlation, self.steps, self.steps)[-1])
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course."""
+        """See SamplingScheme."""
         ends = [(span.start, span.stop) for span in spans]
         turns = math.ceil(max((stop for _, stop in ends), default=0) / self.correlation.bands)
         if len(ends) <= 1:
@@ -127,7 +127,7 @@ class CyclicPoisson:
         return Counter({replace(self.release, noise_multiplier=sigma / math.sqrt(k)): n for k, n in total.items()})
 
     def in_words(self, steps: int) -> str:
-        """See Course."""
+        """See SamplingScheme."""
         turns = math.ceil(steps / self.correlation.bands)
         return (
             f"{steps} releases ({turns} turns of every group) under cyclic Poisson sampling{_noise(self.correlation)}"
@@ -147,7 +147,7 @@ class CorrelatedBins:
 
     @property
     def release(self) -> Release:
-        """See Course."""
+        """See SamplingScheme."""
         overlaps = _circle(self.correlation, self.steps, self.epoch_steps)[1]
         return Release(
             self.noise_multiplier, 1.0, self.sample_size, allocated_steps=self.epoch_steps, overlaps=overlaps
@@ -155,18 +155,18 @@ class CorrelatedBins:
 
     @property
     def sensitivity(self) -> float:
-        """See Course."""
+        """See SamplingScheme."""
         return _circle(self.correlation, self.steps, self.epoch_steps)[0]
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See Course. The first steps cost as much as the run."""
+        """See SamplingScheme. The first steps cost as much as the run."""
         branches = sum(1 for _ in spans)
         if not branches:
             return Counter()
         return Counter([replace(self.release, noise_multiplier=self.noise_multiplier / math.sqrt(branches))])
 
     def in_words(self, steps: int) -> str:
-        """See Course."""
+        """See SamplingScheme."""
         return (
             f"one release of {steps} sums, with every sample in one random step of {self.epoch_steps}, the same in "
             f"each epoch (balls in bins){_noise(self.correlation)}; delta includes {SIMULATION_FAILURE:g} for a "
@@ -195,11 +195,11 @@ def _noise(correlation: Correlation) -> str:
     return "" if correlation.bands == 1 else f", with noise correlated by {name}(bands={correlation.bands})"
 
 
-def cost_of(spans: Iterable[Span], course: Course | None) -> Counter[Release]:
-    """Return what all `spans` cost, of runs of this course."""
-    if course is None:
+def cost_of(spans: Iterable[Span], scheme: SamplingScheme | None) -> Counter[Release]:
+    """Return what all `spans` cost, of runs of this scheme."""
+    if scheme is None:
         return total_cost(spans)
     runs: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         runs[span.run].append(span)
-    return sum((course.cost(of_run) for of_run in runs.values()), Counter())
+    return sum((scheme.cost(of_run) for of_run in runs.values()), Counter())
