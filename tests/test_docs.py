@@ -37,6 +37,7 @@ NAMES = (
         "threat-model",
         "audit",
         "architecture",
+        "kernels",
         "sharding",
         "sharding-deepspeed",
         "planning",

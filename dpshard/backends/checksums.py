@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.records import as_real, checksum
+from dpshard.records.numerics import index_tensor
 
 _SMALL = 2**14
 _TOGETHER = 2**20
-_MOST_KEPT = 1024
 
 
 def checksums(tensors: Mapping[str, Tensor]) -> tuple[list[str], Tensor]:
@@ -66,24 +65,7 @@ def _of_small(tensors: Sequence[Tensor]) -> Tensor:
     word = torch.int16 if first.itemsize == 2 else torch.int32
     words = torch.cat([first.new_zeros(1), *(x.reshape(-1) for x in tensors)]).view(word).long()
     words_a_number = first.itemsize // word.itemsize
-    ends = _ends(tuple([x.numel() * words_a_number for x in tensors]), words_a_number - 1, words)
+    lengths = (x.numel() * words_a_number for x in tensors)
+    ends = index_tensor(tuple(itertools.accumulate(lengths, initial=words_a_number - 1)), words)
     sums = torch.addcmul(words, words, words).cumsum(0).index_select(0, ends)
     return sums[1:] - sums[:-1]
-
-
-_kept_ends: dict[Any, Tensor] = {}  # not lru_cache: dynamo warns about it
-
-
-def _ends(lengths: tuple[int, ...], first: int, like: Tensor) -> Tensor:
-    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
-        return _count_ends(lengths, first, like.device)
-    key = lengths, first, like.device
-    if key not in _kept_ends:  # copying these numbers to an accelerator stalls
-        if len(_kept_ends) == _MOST_KEPT:
-            _kept_ends.clear()
-        _kept_ends[key] = _count_ends(lengths, first, like.device)
-    return _kept_ends[key]
-
-
-def _count_ends(lengths: tuple[int, ...], first: int, device: torch.device) -> Tensor:
-    return torch.tensor(list(itertools.accumulate(lengths, initial=first)), device=device)

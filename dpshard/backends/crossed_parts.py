@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from dpshard.backends.model_parts import SUM, DeclaredParts, ModelParts
 from dpshard.errors import ConfigurationError
@@ -35,6 +36,12 @@ def placed_parts(
             f"the ranks that have parts of one sequence, and model_parallel_parts={{'*': 'sum'}}."
         )
     return PartsOfTerms(mesh, device, cut, ModelParts.declared(declared, parameters, device))
+
+
+def placed_as(whole: DTensor, part: Tensor) -> DTensor:
+    """Return the DTensor with the placements of `whole` of which this rank holds `part`."""
+    placed = whole.device_mesh, whole.placements
+    return DTensor.from_local(part, *placed, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
 class PartsOfTerms(ModelParts):

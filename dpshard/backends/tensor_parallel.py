@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator, all_ranks
-from dpshard.backends.crossed_parts import placed_parts
+from dpshard.backends.crossed_parts import placed_as, placed_parts
 from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.grid import Grid
 from dpshard.backends.local import DirectReduction
@@ -90,13 +90,7 @@ class PlacedSharding(Unsharded):
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """See GradShards."""
-        p = parameter
-        if isinstance(p, DTensor):
-            parameter.grad = DTensor.from_local(
-                gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-            )
-        else:
-            parameter.grad = gradient
+        parameter.grad = placed_as(parameter, gradient) if isinstance(parameter, DTensor) else gradient
 
 
 class PlacedReduction(DirectReduction):

@@ -15,8 +15,7 @@ from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.stacks import Stack
 from dpshard.records import OwnMemory, add_rows
 from dpshard.records.host import all_finite, elementwise, total
-
-_MOST_KEPT = 1024
+from dpshard.records.numerics import index_tensor
 
 
 class Pass(Enum):
@@ -65,7 +64,7 @@ class Clipped:
             shape = len(rows), self.norm_MB.shape[1]
             nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
             return stack.clipped_sums(self.sum_weight_MB.expand(shape), nonfinite_nB)
-        at = _places(tuple(rows), self.norm_MB)
+        at = index_tensor(tuple(rows), self.norm_MB)
         nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB[at]
         return stack.clipped_sums(self.sum_weight_MB[at], nonfinite_nB)
 
@@ -90,7 +89,7 @@ def squared_norms(
     parts = [*singles, *(norm_sq_nB for _, norm_sq_nB in stacked)]
     widest = max((part.dtype for part in parts), key=lambda dtype: dtype.itemsize)
     joined = torch.cat([part.to(widest) for part in parts])
-    return add_rows(joined, _places(tuple(rows), joined), groups)
+    return add_rows(joined, index_tensor(tuple(rows), joined), groups)
 
 
 def clip(
@@ -107,20 +106,6 @@ def clip(
     sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
     # A test would synchronise with an accelerator, so mask there always.
     return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else sum_weight_MB == 0)
-
-
-_kept_places: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not lru_cache: dynamo warns about it
-
-
-def _places(rows: tuple[int, ...], like: Tensor) -> Tensor:
-    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
-        return torch.tensor(rows, device=like.device)
-    key = rows, like.device
-    if key not in _kept_places:  # copying these numbers to an accelerator stalls
-        if len(_kept_places) == _MOST_KEPT:
-            _kept_places.clear()
-        _kept_places[key] = torch.tensor(rows, device=like.device)
-    return _kept_places[key]
 
 
 class HasSums(Protocol):

@@ -13,6 +13,22 @@ WIDE = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 """Dtypes of sums; others are widened to float32."""
 
 
+_MOST_INDEX_TENSORS = 1024
+_index_tensors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not lru_cache: dynamo warns about it
+
+
+def index_tensor(numbers: tuple[int, ...], like: Tensor) -> Tensor:
+    """Return `numbers` on the device of `like`, int64; copying them anew would make an accelerator wait."""
+    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
+        return torch.tensor(numbers, device=like.device)
+    key = numbers, like.device
+    if key not in _index_tensors:
+        if len(_index_tensors) == _MOST_INDEX_TENSORS:
+            _index_tensors.clear()
+        _index_tensors[key] = torch.tensor(numbers, device=like.device)
+    return _index_tensors[key]
+
+
 def as_real(x: Tensor) -> Tensor:
     """Return `x`, or real and imaginary parts [..., 2]."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x

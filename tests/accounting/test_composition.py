@@ -79,6 +79,7 @@ def test_epsilon_is_that_of_dp_accounting(accountant):
     assert ledger.epsilon(1e-5) == pytest.approx(reference.get_epsilon(1e-5), rel=1e-6)
 
 
+@pytest.mark.exhaustive
 def test_epsilon_of_a_capped_release_is_that_of_dp_accounting():
     capped = Release(1.0, 0.01, 1000, max_batch_size=12)
     reference = PLDAccountant(dp_accounting.NeighboringRelation.REPLACE_SPECIAL).compose(composition.event(capped), 50)
@@ -95,6 +96,7 @@ def test_grids_of_losses_fit_the_release():
     assert run_epsilon([(100, 1000)], noise_multiplier=0.01, sample_size=10_000, target_delta=1e-5) == math.inf
 
 
+@pytest.mark.exhaustive
 def test_long_ramps_are_bounded_from_above():
     ramp = [(size, 1) for size in range(1000, 2000, 14)]
     run = {"noise_multiplier": 1.0, "sample_size": 100_000, "target_delta": 1e-6, "accountant": "rdp"}

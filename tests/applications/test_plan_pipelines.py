@@ -284,6 +284,7 @@ def test_two_passes_are_refused() -> None:
         make_pipeline_plan(SETUP, pp=2, clippings=[Clipping("all-layer", "mixed-ghost")])
 
 
+@pytest.mark.exhaustive
 def test_the_command_plans_a_pipeline(tmp_path: Path, run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(PRESETS, "gpt-26b", TINY)
     options = ["--model", "gpt-26b", "--ranks", 8, "--pp", 2]

@@ -280,6 +280,7 @@ VIT = {
 
 
 @pytest.mark.parametrize("fields", [GPT2, LLAMA, VIT], ids=lambda fields: fields["model_type"])
+@pytest.mark.exhaustive
 def test_a_transformers_configuration(fields: dict[str, Any], tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     path = tmp_path / "config.json"

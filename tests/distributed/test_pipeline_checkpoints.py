@@ -9,6 +9,7 @@ import pytest
 from tests.distributed.launch import launch
 from tests.distributed.restarts import STEPS
 from tests.distributed.test_checkpointer import assert_same, assert_undisturbed
+from tests.grids import quick
 
 
 def restarts(*arguments: str) -> dict:
@@ -55,7 +56,7 @@ def test_no_stage_hands_out_a_release_before_it_is_on_the_disk(kind: str, ranks:
     assert found["handed out"] == [f"rank {rank}: 1" for rank in range(ranks)]
 
 
-@pytest.mark.parametrize("kind", ["ddp+adaptive", "fsdp+correlated"])
+@pytest.mark.parametrize("kind", quick("ddp+adaptive", rest=["fsdp+correlated"]))
 def test_pipelines_side_by_side_go_on_from_what_is_sound(kind: str) -> None:
     """A repeated step costs nothing, though the journal knows its release and the checkpoint does not."""
     found = restarts("damaged", kind)

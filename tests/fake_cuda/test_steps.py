@@ -27,8 +27,8 @@ BLOCKS = {
     "wide:layer-wise:auto:bf16": 1.48,
 }
 """Most launches that a block adds, over those that it adds to an ordinary step; of small layers, and of large ones."""
-ONCE = "backends/checksums.py:_count_ends copies", "clipping/coefficients.py:_places copies"
-"""Real tensors copy these numbers only in the first step; the caches must not keep fake ones."""
+ONCE = "records/numerics.py:index_tensor copies"
+"""Real tensors copy these numbers only in the first step; the cache must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"
 """Padding rows are compared with the batch that was handed out; these copies do not block."""
 MOVED = "records/offload/copies.py:leave copies", "records/offload/copies.py:begin_return copies"
@@ -59,7 +59,7 @@ def steps(library, cases):
 
 
 def own(waits):
-    return {key: n for key, n in waits.items() if not key.startswith("the script") and key not in ONCE}
+    return {key: n for key, n in waits.items() if not key.startswith("the script") and key != ONCE}
 
 
 def require_no_waits(case, found):

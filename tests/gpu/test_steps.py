@@ -221,7 +221,7 @@ def test_offloaded_records_give_the_same_update(keep):
 
 
 @needs_gpu
-def test_the_trial_of_offloading_passes_and_finds_missing_waits():
+def test_the_self_test_of_offloading_passes_and_finds_missing_waits():
     assert self_test.returned_as_it_left(Gpu(DEVICE), self_test._BYTES)
     with mock.patch.object(Copies, "_after"):
         assert not self_test.returned_as_it_left(Gpu(DEVICE), self_test._BYTES)

@@ -270,6 +270,7 @@ def test_other_accountants_know_no_balls_in_bins():
         )
 
 
+@pytest.mark.exhaustive
 def test_the_budget_holds():
     privacy, private, optimizer, loader = make_private(
         mlp(),

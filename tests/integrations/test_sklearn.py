@@ -62,6 +62,7 @@ def rows(count=200, seed=0):
     return x, x[:, 0] + x[:, 1] > 0
 
 
+@pytest.mark.exhaustive
 def test_a_classifier_learns_within_its_budget_by_pld():
     x, y = load_breast_cancer(return_X_y=True)
     low, high = x.min(0), x.max(0)  # scikit-learn publishes both

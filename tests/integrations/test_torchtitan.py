@@ -274,6 +274,7 @@ def check(ranks: list[Any], precision: str = "float32") -> None:
         assert rank["counted"] == 0
 
 
+@pytest.mark.exhaustive
 def test_a_resumed_run_repeats_its_last_step_at_no_cost_and_counts_it_if_sums_differ() -> None:
     for rank in on_two()["resumed"]:
         first, again, otherwise = rank["epsilon"]

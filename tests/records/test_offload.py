@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from dpshard.errors import ConfigurationError, LogicalBatchError
 from dpshard.records import Offload, OuterProduct, OwnMemory, PerSampleGrad
-from dpshard.records.offload import pinned, trial
+from dpshard.records.offload import pinned, self_test
 from dpshard.records.offload.copies import Copies
 from tests.networks import Network, sentences
 from tests.oracle import TOLERANCE, clipped_mean, per_sample_gradients, private_step, relative_error
@@ -110,12 +110,12 @@ def test_pinned_memory_is_used_again(monkeypatch):
 
 
 def test_a_gpu_that_keeps_no_order_is_found(monkeypatch):
-    assert trial.returned_as_it_left(SimulatedGpu(), 64)
-    assert not trial.returned_as_it_left(Careless(), 64)
-    monkeypatch.setattr(trial, "Gpu", lambda device: Careless())
-    monkeypatch.setattr(trial, "_BYTES", 64)
+    assert self_test.returned_as_it_left(SimulatedGpu(), 64)
+    assert not self_test.returned_as_it_left(Careless(), 64)
+    monkeypatch.setattr(self_test, "Gpu", lambda device: Careless())
+    monkeypatch.setattr(self_test, "_BYTES", 64)
     with pytest.warns(UserWarning, match="differed from what had left"):
-        assert trial.needs_the_cpu(torch.device("cuda", 7))
+        assert self_test.needs_the_cpu(torch.device("cuda", 7))
 
 
 class Careless(SimulatedGpu):

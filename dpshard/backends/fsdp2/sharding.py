@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.communicator import Communicator, all_ranks
-from dpshard.backends.crossed_parts import placed_parts
+from dpshard.backends.crossed_parts import placed_as, placed_parts
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
@@ -238,11 +238,8 @@ class FSDP2Sharding(Sharding):
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """See GradShards."""
-        p = parameter
-        assert isinstance(p, DTensor)
-        parameter.grad = DTensor.from_local(
-            gradient, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride()
-        )
+        assert isinstance(parameter, DTensor)
+        parameter.grad = placed_as(parameter, gradient)
 
     def over_shards(self, x: Tensor) -> Tensor:
         """See Sharding."""

@@ -1,4 +1,4 @@
-"""Triton kernels for GPUs; docs/architecture.md lists them. Each has a reference in PyTorch for the other cases.
+"""Triton kernels for GPUs; docs/kernels.md lists them. Each has a reference in PyTorch for the other cases.
 
 [Note: Kernels]
 Products of half-precision numbers are exact in float32. The kernels multiply the original numbers on tensor cores, with

@@ -16,8 +16,8 @@ from torch import Tensor
 from dpshard.errors import ConfigurationError
 from dpshard.records.numerics import checksum
 from dpshard.records.offload.copies import WINDOW, Away, Copies, Gpu
+from dpshard.records.offload.self_test import needs_the_cpu
 from dpshard.records.offload.storages import Storage, View, Waiting, bytes_of
-from dpshard.records.offload.trial import needs_the_cpu
 from dpshard.records.record import Record
 from dpshard.records.written import versions
 

@@ -180,6 +180,7 @@ def test_counted_padding_is_refuted(monkeypatch):
     assert audit_steps(*classifier(), **CLEAR).refuted_at() is not None
 
 
+@pytest.mark.exhaustive
 def test_noise_that_is_used_again_is_refuted(monkeypatch):
     faults.reuse_noise(monkeypatch)
     assert audit_steps(*classifier(), **SEVERAL, micro_batch_size=2).refuted_at() is not None

@@ -35,6 +35,7 @@ def audit(samples=2, steps=4, trials=100):
     return audit_runs(model, x[rows], y[rows], loss, steps=steps, batch_size=1, **options)
 
 
+@pytest.mark.exhaustive
 def test_a_sound_run_is_consistent_and_the_audit_proves_most_of_it():
     found = audit()
     assert found.accounted_mu == 1 / SIGMA

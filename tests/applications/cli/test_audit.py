@@ -52,6 +52,7 @@ def test_a_sound_configuration_passes(dpshard, tmp_path, written):
 
 @pytest.mark.usefixtures("known_secret")
 @pytest.mark.parametrize("model", quick(["--model", "cnn"], rest=[["--task", "pydoc", "--model", "gpt"]]))
+@pytest.mark.exhaustive
 def test_input_canaries_of_any_model(dpshard, tmp_path, written, model):
     flags = "--trials 20 --canaries 10 --canary-kind input --steps 2 --noise-multiplier 1 --batch-size 64".split()
     dpshard("audit", *flags, *model, "--json", tmp_path / "audit.json")
@@ -61,6 +62,7 @@ def test_input_canaries_of_any_model(dpshard, tmp_path, written, model):
 
 
 @pytest.mark.usefixtures("known_secret")
+@pytest.mark.exhaustive
 def test_a_fault_is_said_and_has_an_exit_code_of_its_own(dpshard, tmp_path, written, monkeypatch):
     faults.weaken_noise(monkeypatch, 3)
     flags = ["--trials", 160, "--canaries", 0, *SETTINGS, "--clipping-style", "layer-wise"]

@@ -134,6 +134,7 @@ def test_a_page_of_discrete_noise_says_so(dpshard, run, tmp_path):
     assert json.loads(dpshard(*command.split(), "--json").stdout)["plan"]["discretized_elements"] == 77
 
 
+@pytest.mark.exhaustive
 def test_the_audit_of_the_run_is_on_the_page(dpshard, run, tmp_path):
     folder = shutil.copytree(run, tmp_path / "run")
     dpshard("audit", folder, "--trials", 40, "--steps-per-trial", 2, "--canaries", 50)

@@ -91,6 +91,7 @@ def assert_same_run(folder, other):
 
 
 @pytest.mark.parametrize("how", quick("fsdp2", rest=["ddp"]))
+@pytest.mark.exhaustive
 def test_a_sharded_run_is_the_run_of_one_process(alone, begun, dpshard, capfd, how):
     dpshard("train", "--resume", begun, "--shard", how, "--nproc", 2)
     output, errors = capfd.readouterr()

@@ -113,6 +113,7 @@ def test_products_are_counted_as_tiles_of_half_a_matrix(T):
 
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("n", [1000, 8192, 50257, 150528])
+@pytest.mark.exhaustive
 def test_the_rounding_of_long_sums_does_not_grow(n, compiled, switch_off):
     """Two positions of constants nearly cancel: errors of one sign, in sums as long as a vocabulary."""
     if not compiled:

@@ -13,10 +13,10 @@ from tests.grids import quick
 HERE = Path(__file__).parent
 
 
-WHOLE = ["test_products.py", "test_training.py", "test_self_test.py"]
+REST = ["test_products.py", "test_rows.py", "test_training.py", "test_self_test.py"]
 
 
-@pytest.mark.parametrize("tests", quick("test_gaussian.py", "test_rows.py", rest=WHOLE))
+@pytest.mark.parametrize("tests", quick("test_gaussian.py", rest=REST))
 @pytest.mark.skipif(find_spec("triton") is None, reason="pip install dpshard[triton]")
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
 def test_the_kernels_in_tritons_interpreter(tests):
