@@ -39,7 +39,7 @@ def placed_parts(
 
 
 def placed_as(whole: DTensor, part: Tensor) -> DTensor:
-    """Return the DTensor with the placements of `whole` of which this rank holds `part`."""
+    """Return a DTensor placed as `whole`, whose part on this rank is `part`."""
     placed = whole.device_mesh, whole.placements
     return DTensor.from_local(part, *placed, run_check=False, shape=whole.shape, stride=whole.stride())
 

@@ -35,7 +35,7 @@ class GradShards(Protocol):
         ...
 
     def place(self, name: str) -> Place:
-        """Return its place in the flattened parameter."""
+        """Return where this rank's part begins in the flattened parameter."""
         ...
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
@@ -54,7 +54,7 @@ class GradShards(Protocol):
 class DotGradStore:
     """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
-    There `.grad` holds zeros, which show the guard dropped or changed gradients.
+    Their `.grad` holds zeros, by which the guard sees that a gradient was dropped or changed.
     """
 
     def __init__(self, sharding: GradShards) -> None:

@@ -1,6 +1,7 @@
 """From per-sample norms to clip coefficients and clipped sums. Begin with `tape.py`.
 
-`functions.py` has the clip coefficients, and `tape.py` the refusal of a second backward. May import `records`, `rules`,
+`clip` in `coefficients.py` computes the clip coefficients, by a function of `functions.py`. `_require_open` in
+`tape.py` refuses a second backward. May import `records`, `rules`,
 `noise` and below.
 """
 

@@ -156,7 +156,7 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
             f"clipping_fn={clipping_fn!r} has no method factor(norm_B, threshold). Choose one of {sorted(_FUNCTIONS)}, "
             f"or pass an instance of a class that has it."
         )
-    if type(clipping_fn) in {type(known) for known in _FUNCTIONS.values()}:
+    if type(clipping_fn) in _BY_ELEMENT:
         return clipping_fn
     if type(clipping_fn).__repr__ is object.__repr__:
         raise ConfigurationError(

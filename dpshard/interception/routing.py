@@ -270,7 +270,7 @@ class Routing:
         self.lose([padded, lengths])
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
-        """Return False without samples."""
+        """Return True if the samples of rows were noted at dimension 0 or 1 of the output."""
         rows, columns = self.samples(x), self._along_columns(x)
         if rows is None and columns is None:
             return False

@@ -111,11 +111,9 @@ class SequenceRecipe:
     steps: int = 100_000
     """In optimizer steps."""
     batch_size: int = 517_989
-    """Expected logical batch, in sequences."""
+    """Expected logical batch, in sequences of 1,024 tokens."""
     noise_multiplier: float = 0.614
     """Standard deviation of the noise over the clipping norm."""
-    sequence_length: int = 1_024
-    """Tokens of a sequence."""
     sample_size: int = 9_090_909_090
     """1 / delta, because the number is not published."""
     target_delta: float = 1.1e-10

@@ -72,7 +72,7 @@ class ProductSize:
 
     @property
     def is_long(self) -> bool:
-        """True if gram_bound raises half the squared norm of orthogonal gradients: T > 4,096 in float32."""
+        """True if gram_bound adds more than half the squared norm of orthogonal gradients: T > 4,096 in float32."""
         return relative_floor(self.dtype) * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:

@@ -34,18 +34,18 @@ class FirstGradients:
 
         return noted
 
-    def tell(self, stack: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once there is any gradient, of parameters without one on all ranks."""
+    def tell(self, gather: Callable[[Tensor], Tensor]) -> None:
+        """Warn, once there is any gradient, of parameters without one on all ranks; `gather` stacks ranks' tensors."""
         if self._reached is None:
             return
         own = torch.tensor([name in self._reached for name in self._names], dtype=torch.uint8, device="cpu")
-        reached = stack(own).any(0).tolist()
+        reached = gather(own).any(0).tolist()
         if not any(reached):
             return
         self._reached = None
-        got = dict(zip(self._names, reached, strict=True))
-        trained = {name: got[name] for name, p in self._parameters.items() if p.requires_grad}
-        missed = [name for name, got in trained.items() if not got]
+        by_name = dict(zip(self._names, reached, strict=True))
+        trained = {name: by_name[name] for name, p in self._parameters.items() if p.requires_grad}
+        missed = [name for name, was_reached in trained.items() if not was_reached]
         if missed:
             more = f" and {len(missed) - _SHOWN} more" if len(missed) > _SHOWN else ""
             warnings.warn(

@@ -29,7 +29,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseOfRun:
-    """Noise by run secret, step and sums, or the path's sums if steps compose to one release."""
+    """The noise of each step, from run secret, step and sums; of a run that is one release, also from earlier sums."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism

@@ -119,10 +119,8 @@ class SamplesOfRun:
             )
         if pin_memory:
             raise DataError("pin_memory=True pins what workers collate, but a stream is collated here. Leave it out.")
-        K, read = (
-            self._mechanism.rows_per_unit,
-            Stream(stream, self._mechanism.sample_size, self._batch_size, **reading),
-        )
+        K = self._mechanism.rows_per_unit
+        read = Stream(stream, self._mechanism.sample_size, self._batch_size, **reading)
 
         def plan(step: int, samples: list[Any]) -> list[MicroBatchPlan]:
             self._begin_streamed(step, samples)

@@ -1,6 +1,6 @@
 """Verifies that every sample has its own gradient, before and during training.
 
-May import `interception` and below. Users call `engine.verify`.
+Begin with `verifier.py`. May import `interception` and below. Users call `engine.verify`.
 """
 
 from dpshard.verification.collation import verified_collation

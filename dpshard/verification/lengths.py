@@ -64,7 +64,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Return, per row [B], the positions at one end with one value in every integer input; 0 for 1."""
+    """Return, per row [B], how many positions at one end repeat one value in every integer input; one counts as 0."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)

@@ -112,7 +112,7 @@ def verify_packed(
             raise
     rounds = [False, True] if thorough else [bool(random.integers(2))]
     for scaled in rounds:
-        _verify_company(bench, together, random, scaled=scaled)
+        _verify_company(bench, random, scaled=scaled)
 
 
 def _refuse_objects(run: PackedRun) -> None:
@@ -225,7 +225,7 @@ def _verify_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Se
             )
 
 
-def _verify_company(bench: Bench, together: Sequence[Any], random: np.random.Generator, *, scaled: bool) -> None:
+def _verify_company(bench: Bench, random: np.random.Generator, *, scaled: bool) -> None:
     run = bench.run
     assert isinstance(run, PackedRun)
     places, units = run.packed.places, _real(run)

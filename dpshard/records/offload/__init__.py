@@ -13,9 +13,9 @@ streams keep copies from memory that something else still uses:
 
 `record_stream` would let the allocator decide when memory is free; without it, peaks repeat.
 
-A missing wait would sum other records than the measured ones. So self_test.py compares returned records at the first use of
-a GPU; if they differ, the CPU waits, too. A checksum compares every record that returns. If one differs, its sum is 0
-on the device, and no release follows.
+A missing wait would sum other records than the measured ones. So self_test.py compares returned records at the first
+use of a GPU; if they differ, the CPU waits, too. A checksum compares every record that returns. If one differs, its sum
+is 0 on the device, and no release follows.
 """
 
 from dpshard.records.offload.spill import RESERVE, Offload

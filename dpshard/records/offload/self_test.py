@@ -22,7 +22,7 @@ def needs_the_cpu(device: torch.device) -> bool:
         if thread.submit(returned_as_it_left, Gpu(device), _BYTES).result():
             return False
     warnings.warn(
-        f"offload_records: records that returned to {device} differed from what had left, in a self-test before use. So "
+        f"offload_records: records that returned to {device} differed from what had left, in a test before use. So "
         f"the CPU waits for every copy, and nothing overlaps. Please report this with the output of `dpshard doctor`.",
         stacklevel=2,
     )
