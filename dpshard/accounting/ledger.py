@@ -10,9 +10,9 @@ from typing import Any
 
 from dpshard.accounting.bounds import bound_of, epsilon_of, require_accountant, require_supported
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.copies import Span, append, cost, first_missing
 from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
 from dpshard.accounting.sampling_schemes import SamplingScheme, cost_of
+from dpshard.accounting.spans import Span, append, cost, first_missing
 from dpshard.config import AccountantName
 from dpshard.errors import CheckpointError
 

@@ -7,10 +7,10 @@ from collections import Counter
 from dataclasses import dataclass, replace
 from typing import get_args
 
-from dpshard.accounting.copies import Span
-from dpshard.accounting.epochs import BallsInBins
+from dpshard.accounting.balls_in_bins import BallsInBins
 from dpshard.accounting.releases import Counts, Release, relation_of
 from dpshard.accounting.sampling_schemes import MOST_BINS, CorrelatedBins, CyclicPoisson, FixedOrder, SamplingScheme
+from dpshard.accounting.spans import Span
 from dpshard.config import (
     AccountantName,
     BatchSchedule,

@@ -28,8 +28,8 @@ from typing import ClassVar, Protocol
 
 import numpy as np
 
-from dpshard.accounting.copies import Span, total_cost
 from dpshard.accounting.releases import SIMULATION_FAILURE, Release
+from dpshard.accounting.spans import Span, total_cost
 from dpshard.noise.correlation import Correlation, Series, sensitivities
 
 MOST_BINS = 2**14

@@ -103,8 +103,7 @@ def _scale(record: Record) -> Tensor:
     if isinstance(record, RoutedReads):
         return record.scale()
     if isinstance(record, RoutedProduct):
-        met = (record.group >= 0) & (record.group < record.groups)
-        sizes = torch.where(met, norms(record.rows) * norms(record.cols), 0)
+        sizes = torch.where(record.met, norms(record.rows) * norms(record.cols), 0)
         return add_rows(sizes, record.sample, record.batch_size)
     return norms(record.per_sample())
 

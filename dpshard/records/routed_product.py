@@ -35,9 +35,14 @@ class RoutedProduct:
         """G."""
         return self.shape.numel() // (self.rows.shape[1] * self.cols.shape[1])
 
+    @property
+    def met(self) -> Tensor:
+        """Bool [N]; False for rows that meet no group."""
+        return (self.group >= 0) & (self.group < self.groups)
+
     def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
         """Return the K distinct values of `key` [N], and a padded product [R, C] of the rows of each."""
-        met = (self.group >= 0) & (self.group < self.groups)
+        met = self.met
         key, rows, cols = key[met], rows[met], wide(self.cols[met])
         order = key.argsort(stable=True)
         keys, place, counts = torch.unique_consecutive(key[order], return_inverse=True, return_counts=True)
@@ -53,8 +58,7 @@ class RoutedProduct:
 
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
         """Yield products of a similar number of rows, with the key sample * G + group of each."""
-        met = (self.group >= 0) & (self.group < self.groups)
-        key = torch.where(met, self.sample * self.groups + self.group, -1)
+        key = torch.where(self.met, self.sample * self.groups + self.group, -1)
         keys, place, counts = torch.unique(key, return_inverse=True, return_counts=True)
         length = counts.double().log2().ceil().long().masked_fill(keys < 0, -1)
         for some in length.unique().tolist():

@@ -35,7 +35,7 @@ class FirstGradients:
         return noted
 
     def tell(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once there is any gradient, of parameters without one on all ranks; `gather` stacks ranks' tensors."""
+        """Warn, once there is any gradient, of parameters without one on all ranks. `gather` stacks ranks' tensors."""
         if self._reached is None:
             return
         own = torch.tensor([name in self._reached for name in self._names], dtype=torch.uint8, device="cpu")

@@ -29,7 +29,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseOfRun:
-    """The noise of each step, from run secret, step and sums; of a run that is one release, also from earlier sums."""
+    """The noise of each step, from run secret, step and sums; of a run in one release, earlier sums, too."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism

@@ -16,10 +16,10 @@ from torch import Tensor
 
 from dpshard.errors import VerificationError
 from dpshard.interception import AS_DRAWN, Draws, Run
-from dpshard.verification.bench import Bench
 from dpshard.verification.objectives import sample_dim
+from dpshard.verification.repeated_call import RepeatedCall
 from dpshard.verification.samples import replaced, replaced_targets
-from dpshard.verification.tolerances import differ, moved, row_bounds, scale
+from dpshard.verification.tolerances import differ, largest_differences, row_bounds, scale
 
 
 class Others(Enum):
@@ -31,7 +31,7 @@ class Others(Enum):
 
 
 def verify_company(
-    bench: Bench,
+    repeated: RepeatedCall,
     shapes: tuple[Sequence[Tensor], Sequence[Tensor]],
     random: np.random.Generator,
     draws: Sequence[tuple[Draws, Others]],
@@ -42,24 +42,24 @@ def verify_company(
 
     `shapes`: outputs for the chosen samples, and for the first. `both`: change each half in turn.
     """
-    run, loss = bench.run, bench.loss
-    if run.rows < 2 or len(bench.chosen) < 2:
+    run, loss = repeated.run, repeated.loss
+    if run.rows < 2 or len(repeated.chosen) < 2:
         return
     everyone = list(range(run.batch_size))
-    places = [sample_dim(x, y, len(bench.chosen)) for x, y in zip(*shapes, strict=True)]
+    places = [sample_dim(x, y, len(repeated.chosen)) for x, y in zip(*shapes, strict=True)]
     for draw, others in draws:
-        bench.draws = draw
+        repeated.draws = draw
         order = random.permutation(run.rows).tolist()
         first, second = sorted(order[: run.rows // 2]), sorted(order[run.rows // 2 :])
         source = _others(run, order, crowded=others is Others.ONE)
-        before = bench.values(everyone)
+        before = repeated.values(everyone)
         if draw == AS_DRAWN:
-            _verify_order(bench, before, places)
+            _verify_order(repeated, before, places)
 
         def with_others(changed: list[int], *, scaled: bool, source: list[int] = source) -> list[Tensor] | None:
             rows = [source[i] if i in changed else i for i in everyone]
             other = replaced(run, rows, changed[:1], changed) if scaled else replaced(run, rows)
-            return bench.values_if_it_runs(
+            return repeated.values_if_it_runs(
                 everyone, run=other, loss=None if loss is None else replaced_targets(loss, rows)
             )
 
@@ -71,7 +71,7 @@ def verify_company(
         # A mask by a threshold may stay the same for one half.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
-            _verify_rows(bench, before, now, places, kept)
+            _verify_rows(repeated, before, now, places, kept)
         if after is None or third is None:
             continue
         if scalars and not scaled:
@@ -79,19 +79,19 @@ def verify_company(
             if fourth is None:
                 continue
             for i in scalars:
-                verify_additive(bench, [before[i], after[i], third[i], fourth[i]])
+                verify_additive(repeated, [before[i], after[i], third[i], fourth[i]])
 
 
-def _verify_order(bench: Bench, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
+def _verify_order(repeated: RepeatedCall, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
     """Sorting may leave one order as it is. Turned, padding comes first and may use up a capacity."""
-    everyone = range(bench.run.batch_size)
-    turned = bench.values_if_it_runs(everyone[::-1], run=bench.run)
+    everyone = range(repeated.run.batch_size)
+    turned = repeated.values_if_it_runs(everyone[::-1], run=repeated.run)
     if turned is None:
         return  # it expects sorted lengths
     for i, place in enumerate(places):
         if place is not None and _has_rows(turned[i], place, len(everyone)):
             turned[i] = turned[i].unflatten(place[0], (-1, place[1])).flip(place[0]).flatten(place[0], place[0] + 1)
-    _verify_rows(bench, before, turned, places, everyone)
+    _verify_rows(repeated, before, turned, places, everyone)
 
 
 def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
@@ -102,29 +102,29 @@ def _others(run: Run, order: list[int], *, crowded: bool) -> list[int]:
 
 
 def _verify_rows(
-    bench: Bench,
+    repeated: RepeatedCall,
     before: Sequence[Tensor],
     after: Sequence[Tensor] | None,
     places: Sequence[tuple[int, int] | None],
     kept: Sequence[int],
 ) -> None:
     for x, y, place in zip(before, after or (), places, strict=False):
-        if place is not None and x.shape == y.shape and _has_rows(x, place, bench.run.batch_size):
-            _verify_moved(bench, x, y, place, kept)
+        if place is not None and x.shape == y.shape and _has_rows(x, place, repeated.run.batch_size):
+            _verify_moved(repeated, x, y, place, kept)
 
 
 def _has_rows(x: Tensor, place: tuple[int, int], samples: int) -> bool:
     return x.dim() > place[0] and x.shape[place[0]] == samples * place[1]
 
 
-def _verify_moved(bench: Bench, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
+def _verify_moved(repeated: RepeatedCall, x: Tensor, y: Tensor, place: tuple[int, int], kept: Sequence[int]) -> None:
     dim, rows = place
     mine = torch.tensor([i * rows + k for i in kept for k in range(rows)], device=x.device)
     x, y = (z.movedim(dim, 0).index_select(0, mine) for z in (x, y))
     if not x.is_floating_point():
         _verify_choices(x, y)
         return
-    apart, size, allowed = moved(x, y), scale(x), row_bounds(x, half=bench.half)
+    apart, size, allowed = largest_differences(x, y), scale(x), row_bounds(x, half=repeated.half)
     if bool((apart > allowed).any()):
         worst = int((apart - allowed).argmax())
         raise VerificationError(
@@ -152,14 +152,14 @@ _MIXES = (
 )
 
 
-def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
+def verify_additive(repeated: RepeatedCall, losses: Sequence[Tensor]) -> None:
     """Require the change in both halves to be the sum of those in each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
         return
     whole = not losses[0].is_floating_point()
-    rounding = 0.0 if whole else 4e-3 if bench.half else 64 * torch.finfo(losses[0].dtype).eps
+    rounding = 0.0 if whole else 4e-3 if repeated.half else 64 * torch.finfo(losses[0].dtype).eps
     apart = abs((a - b) - (c - d))
     if apart > rounding * largest:
         raise VerificationError(
@@ -171,22 +171,22 @@ def verify_additive(bench: Bench, losses: Sequence[Tensor]) -> None:
         )
 
 
-def verify_other_ranks(bench: Bench, rank: int, world_size: int) -> None:
+def verify_other_ranks(repeated: RepeatedCall, rank: int, world_size: int) -> None:
     """Require inputs of other ranks to move nothing here; all ranks call it."""
-    if world_size == 1 or bench.run.rows < 2:
+    if world_size == 1 or repeated.run.rows < 2:
         return
-    everyone = list(range(bench.run.batch_size))
-    before = bench.values(everyone)
+    everyone = list(range(repeated.run.batch_size))
+    before = repeated.values(everyone)
     apart = False
     for parity in (0, 1):  # a rank raises only after the runs of all
-        run, loss = bench.run, bench.loss
+        run, loss = repeated.run, repeated.loss
         if rank % 2 == parity:
             rows = [0] * run.batch_size
             run, loss = replaced(run, rows), None if loss is None else replaced_targets(loss, rows)
-        after = bench.values(everyone, run=run, loss=loss)
+        after = repeated.values(everyone, run=run, loss=loss)
         if rank % 2 != parity:
             for x, y in zip(before, after, strict=True):
-                apart = apart or differ(x, y, half=bench.half)
+                apart = apart or differ(x, y, half=repeated.half)
     if apart:
         raise VerificationError(
             "An output on this rank moves when the inputs of other ranks change. The model gathers or reduces over "

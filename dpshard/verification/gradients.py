@@ -18,12 +18,12 @@ from dpshard.clipping.parts import Parts
 from dpshard.clipping.tape import ClippedSums, Clipper, Roots, Tape
 from dpshard.errors import REENTRANT, DpshardError, UnsupportedParameterError, VerificationError
 from dpshard.interception import is_placed
-from dpshard.verification.bench import Bench, gathered
 from dpshard.verification.count_sketch import Sketch
 from dpshard.verification.input_gradients import Gradients, InputGradients
 from dpshard.verification.objectives import Objective
+from dpshard.verification.repeated_call import RepeatedCall, gathered
 from dpshard.verification.samples import replaced
-from dpshard.verification.tolerances import other_sizes
+from dpshard.verification.tolerances import tolerance_across_sizes
 
 MAGNIFIED = 1e3
 _LARGEST = 1e18
@@ -69,7 +69,7 @@ _Taken = tuple[Found, Gradients]
 
 
 def verify_gradients(
-    bench: Bench,
+    repeated: RepeatedCall,
     backend: Differentiated,
     clipper: Clipper,
     objectives: Sequence[Objective],
@@ -84,26 +84,26 @@ def verify_gradients(
     clips those of activations. `both_orders`: sorting may hide in one.
     """
     size = MAGNIFIED if magnified else 1.0
-    chosen, n = bench.chosen, len(bench.chosen)
+    chosen, n = repeated.chosen, len(repeated.chosen)
     orders = [chosen, chosen[::-1]] if both_orders else [chosen]
     if outlier is not None:
-        run = replaced(bench.run, range(bench.run.batch_size), [outlier])
-        bench = replace(bench, run=run)
-    inputs = InputGradients(bench.run)
-    bench = replace(bench, run=inputs.watched(bench.run))
-    bench.state.rewind(bench.draws)  # the last forward may have frozen parameters
+        run = replaced(repeated.run, range(repeated.run.batch_size), [outlier])
+        repeated = replace(repeated, run=run)
+    inputs = InputGradients(repeated.run)
+    repeated = replace(repeated, run=inputs.watched(repeated.run))
+    repeated.state.rewind(repeated.draws)  # the last forward may have frozen parameters
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
     parts, of_samples = clipper.roots.parts, clipper.roots.parts is not None and clipper.roots.parts.of_samples
     # Experts meet samples of all ranks.
     turns = [float(rank == parts.rank) for rank in range(parts.size)] if parts is not None and of_samples else [1.0]
-    tolerance = other_sizes(parameters, half=bench.half)
+    tolerance = tolerance_across_sizes(parameters, half=repeated.half)
     for objective in objectives:
-        take = functools.partial(_together, bench, clipper, objective, inputs, size=size)
+        take = functools.partial(_together, repeated, clipper, objective, inputs, size=size)
         together = [take(chosen), *(_if_it_runs(take, order) for order in orders[1:])]
         singles, of_inputs = [], []
         for turn, i in itertools.product(turns, chosen):
-            value = turn * size * objective(bench.plain([i]), [i])
+            value = turn * size * objective(repeated.plain([i]), [i])
             singles.append(sketched_gradients(value, plain, parts, inputs.inputs))
             of_inputs.append(inputs.take())
         for order, result in zip(orders, together, strict=True):
@@ -116,21 +116,27 @@ def verify_gradients(
             if parts is not None and of_samples:
                 norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
             verify_norms_and_sums(
-                found.sums, alone, norms, clipper, parameters, half=bench.half, watched=watched, size=size
+                found.sums, alone, norms, clipper, parameters, half=repeated.half, watched=watched, size=size
             )
             if len(turns) == 1:
                 ordered = [of_inputs[k] for k in places]
-                inputs.verify(gradients, ordered, n if bench.mean else 1, tolerance, watched)
+                inputs.verify(gradients, ordered, n if repeated.mean else 1, tolerance, watched)
 
 
 def _together(
-    bench: Bench, clipper: Clipper, objective: Objective, inputs: InputGradients, samples: list[int], *, size: float
+    repeated: RepeatedCall,
+    clipper: Clipper,
+    objective: Objective,
+    inputs: InputGradients,
+    samples: list[int],
+    *,
+    size: float,
 ) -> _Taken:
     found, n = Found(clipper.roots), len(samples)
     twin = clipper.twin(found)
-    tape = functools.partial(Tape, twin, n, None, n if bench.mean else 1)
-    with bench.verdict.forward():
-        output = gathered(bench.replay.recorded(bench.run, samples, tape, bench.state, bench.draws))
+    tape = functools.partial(Tape, twin, n, None, n if repeated.mean else 1)
+    with repeated.verdict.forward():
+        output = gathered(repeated.replay.recorded(repeated.run, samples, tape, repeated.state, repeated.draws))
     differentiate(size * objective(output, samples), [*twin.differentiated(), *inputs.inputs])
     return found, inputs.take()
 
@@ -217,7 +223,7 @@ def verify_norms_and_sums(
     causes: str | None = None,
 ) -> None:
     """Require `norms` and the sums `together` to be those of `singles`."""
-    tolerance = other_sizes(parameters, half=half)
+    tolerance = tolerance_across_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     parts = clipper.roots.parts
     squares = _of_all_parts(parts, [{name: float(x.norm.square()) for name, x in single.items()} for single in singles])

@@ -15,27 +15,27 @@ from torch import Tensor
 
 from dpshard.errors import DpshardError, VerificationError
 from dpshard.interception import Run
-from dpshard.verification.bench import Bench
-from dpshard.verification.tolerances import moved, other_sizes, scale
+from dpshard.verification.repeated_call import RepeatedCall
+from dpshard.verification.tolerances import largest_differences, scale, tolerance_across_sizes
 
 
-def verify_lengths(bench: Bench) -> None:
+def verify_lengths(repeated: RepeatedCall) -> None:
     """Require outputs not to depend on the longest rows."""
     for at_end in (True, False):
-        found = _without_longest(bench.run, at_end=at_end)
+        found = _without_longest(repeated.run, at_end=at_end)
         if found is None:
             continue
         short, length, rest = found
-        long = bench.run.leaves[_sequences(bench.run)[0]].shape[1]
-        before = bench.values(rest)
+        long = repeated.run.leaves[_sequences(repeated.run)[0]].shape[1]
+        before = repeated.values(rest)
         try:
-            after = bench.values(list(range(len(rest))), run=short)
+            after = repeated.values(list(range(len(rest))), run=short)
         except DpshardError:
             return  # the shape of another input depends on the length
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
                 continue  # rounding at another size decides ties
-            if x.dim() == 0 and y.dim() == 0 and _is_masked(bench.run, rest, at_end=at_end):
+            if x.dim() == 0 and y.dim() == 0 and _is_masked(repeated.run, rest, at_end=at_end):
                 x, y = x[None], y[None]
             elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
                 continue
@@ -43,9 +43,9 @@ def verify_lengths(bench: Bench) -> None:
                 x = x[:, :length] if at_end else x[:, long - length :]
             if x.shape != y.shape:
                 continue
-            kept = _content(bench.run, rest, length, x, at_end=at_end)
+            kept = _content(repeated.run, rest, length, x, at_end=at_end)
             x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
-            if bool((moved(x, y) > other_sizes([x], half=bench.half) * scale(x)).any()):
+            if bool((largest_differences(x, y) > tolerance_across_sizes([x], half=repeated.half) * scale(x)).any()):
                 raise VerificationError(
                     f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
                     f"other rows have other outputs. One long sample affects all of them (RoPE scaled by the length: "
@@ -64,7 +64,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Return, per row [B], how many positions at one end repeat one value in every integer input; one counts as 0."""
+    """Count [B], at one end of each row, the positions with one value in every integer input; 1 counts as 0."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)

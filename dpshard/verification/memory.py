@@ -16,35 +16,35 @@ import torch
 
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception import Run, same
-from dpshard.verification.bench import Bench
+from dpshard.verification.repeated_call import RepeatedCall
 from dpshard.verification.samples import has_numbers, replaced, with_other_numbers
 from dpshard.verification.tolerances import differ
 
 
-def others_of(bench: Bench) -> list[Run]:
+def others_of(repeated: RepeatedCall) -> list[Run]:
     """Return runs with another first chosen sample, an outlier first."""
-    run, first = bench.run, bench.chosen[0]
+    run, first = repeated.run, repeated.chosen[0]
     rows = list(range(run.batch_size))
-    other = replaced(run, [*rows[:first], bench.chosen[-1], *rows[first + 1 :]])
-    others = [with_other_numbers(run, first) if len(bench.chosen) == 1 else other]
+    other = replaced(run, [*rows[:first], repeated.chosen[-1], *rows[first + 1 :]])
+    others = [with_other_numbers(run, first) if len(repeated.chosen) == 1 else other]
     return [replaced(others[0], rows, [first]), *others] if has_numbers(run) else others
 
 
-def verify_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set[str]:
+def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bool) -> set[str]:
     """Require the model to keep nothing of a sample; return the paths that every forward changes alike."""
-    run, one = bench.run, [bench.chosen[0]]
-    alone = bench.values(one)
-    state = bench.state
+    run, one = repeated.run, [repeated.chosen[0]]
+    alone = repeated.values(one)
+    state = repeated.state
     kept, after, outputs = [], [], []
     for before in (run, *others):
         if len(kept) > 1 and not thorough:
             break
-        if bench.values_if_it_runs(one, run=before) is None:
+        if repeated.values_if_it_runs(one, run=before) is None:
             continue
         kept.append(state.model.changes())
-        outputs.append(bench.values(one, rewind=False))
+        outputs.append(repeated.values(one, rewind=False))
         after.append(state.model.changes())
-    buffers = {name for name, _ in bench.replay.parameters.model.named_buffers()}
+    buffers = {name for name, _ in repeated.replay.parameters.model.named_buffers()}
     for other in range(1, len(kept)):
         for name in _differing(kept[0], kept[other]):
             if name in buffers:
@@ -59,8 +59,8 @@ def verify_memory(bench: Bench, others: Sequence[Run], *, thorough: bool) -> set
                 f"read it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
                 f"calls, not data."
             )
-        _verify_outputs(bench, outputs[0], outputs[other], "an attribute, a global or a closure")
-    _verify_outputs(bench, alone, bench.values(one), "a global or a closure, which cannot be restored")
+        _verify_outputs(repeated, outputs[0], outputs[other], "an attribute, a global or a closure")
+    _verify_outputs(repeated, alone, repeated.values(one), "a global or a closure, which cannot be restored")
     return set(kept[0])
 
 
@@ -84,12 +84,12 @@ def _same(x: Any, y: Any) -> bool:
     return repr(x) == repr(y)
 
 
-def _verify_outputs(bench: Bench, first: Any, second: Any, where: str) -> None:
+def _verify_outputs(repeated: RepeatedCall, first: Any, second: Any, where: str) -> None:
     for x, y in zip(first, second, strict=True):
-        if differ(x, y, half=bench.half):
+        if differ(x, y, half=repeated.half):
             raise UnsupportedParameterError(
-                f"{type(bench.run.module).__name__} remembers earlier samples: the same sample has a different output "
-                f"after other samples. The memory may be in {where} (a detached hidden state, a queue of features, a "
-                f"running statistic). Keep nothing of samples between forwards. Or forward draws from a generator that "
-                f"dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
+                f"{type(repeated.run.module).__name__} remembers earlier samples: the same sample has a different "
+                f"output after other samples. The memory may be in {where} (a detached hidden state, a queue of "
+                f"features, a running statistic). Keep nothing of samples between forwards. Or forward draws from a "
+                f"generator that dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
             )

@@ -16,7 +16,6 @@ from dpshard.clipping.tape import Clipper, Tape
 from dpshard.errors import VerificationError
 from dpshard.interception import PackedRun, Run, by_unit, is_block_mask
 from dpshard.records import Owners
-from dpshard.verification.bench import Bench, RunFailedError
 from dpshard.verification.company import verify_additive
 from dpshard.verification.gradients import (
     Differentiated,
@@ -27,8 +26,9 @@ from dpshard.verification.gradients import (
 )
 from dpshard.verification.kept import objective_of, statistics_kept
 from dpshard.verification.objectives import NOTHING_TO_TRAIN, Loss, Objective
+from dpshard.verification.repeated_call import RepeatedCall, RunFailedError
 from dpshard.verification.samples import OUTLIER
-from dpshard.verification.tolerances import moved, other_sizes, row_bounds
+from dpshard.verification.tolerances import largest_differences, row_bounds, tolerance_across_sizes
 
 WHOLE: list[int] = []
 
@@ -85,7 +85,7 @@ def _other_ids(x: Tensor, others: Tensor) -> Tensor:
 
 
 def verify_packed(
-    bench: Bench,
+    repeated: RepeatedCall,
     backend: Differentiated,
     clipper: Clipper,
     random: np.random.Generator,
@@ -94,25 +94,25 @@ def verify_packed(
     thorough: bool,
 ) -> None:
     """Require the gradients of the chosen units alone, in any company."""
-    run, chosen = bench.run, bench.chosen
+    run, chosen = repeated.run, repeated.chosen
     assert isinstance(run, PackedRun)
     _refuse_objects(run)
     run.refuse_absolute_positions()
-    together, kept = bench.leaves(WHOLE)
-    _, kept_alone = bench.leaves(chosen[:1])
-    found = [bench.loss.of] if bench.loss is not None else _objectives(run, together, chosen)
-    model = bench.replay.parameters.model
+    together, kept = repeated.leaves(WHOLE)
+    _, kept_alone = repeated.leaves(chosen[:1])
+    found = [repeated.loss.of] if repeated.loss is not None else _objectives(run, together, chosen)
+    model = repeated.replay.parameters.model
     for path in statistics_kept(kept, kept_alone):
         found = [*found, objective_of(model, path, kept[path])]
     del kept, kept_alone
     try:
-        verify_units(bench, backend, clipper, found)
+        verify_units(repeated, backend, clipper, found)
     except VerificationError as error:
         if isinstance(error, RunFailedError) or not in_double(verify_units, found):
             raise
     rounds = [False, True] if thorough else [bool(random.integers(2))]
     for scaled in rounds:
-        _verify_company(bench, random, scaled=scaled)
+        _verify_company(repeated, random, scaled=scaled)
 
 
 def _refuse_objects(run: PackedRun) -> None:
@@ -178,29 +178,31 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
     return [*found, along] if seeds else found
 
 
-def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]) -> None:
+def verify_units(
+    repeated: RepeatedCall, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]
+) -> None:
     """Require of `chosen` the norms and clipped sums of each unit alone."""
-    run, chosen = bench.run, bench.chosen
+    run, chosen = repeated.run, repeated.chosen
     assert isinstance(run, PackedRun)
     U, (R, T) = run.packed.units, run.packed.shape
     device = next(iter(clipper.roots.values.values())).device
     others_U = torch.ones(U, dtype=torch.bool, device=device)
     others_U[chosen] = False
     owners = Owners(run.packed.owners(device), U)
-    bench.state.rewind(bench.draws)
+    repeated.state.rewind(repeated.draws)
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
     for objective in objectives:
         found = Found(clipper.roots)
         twin = clipper.twin(found)
         tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)
-        with bench.verdict.forward():
-            output = bench.replay.recorded(run, WHOLE, tape, bench.state, bench.draws)
+        with repeated.verdict.forward():
+            output = repeated.replay.recorded(run, WHOLE, tape, repeated.state, repeated.draws)
         differentiate(objective(output, WHOLE), twin.differentiated())
         del output
-        singles = [sketched_gradients(objective(bench.plain([i]), [i]), plain) for i in chosen]
+        singles = [sketched_gradients(objective(repeated.plain([i]), [i]), plain) for i in chosen]
         if objective.__name__ == "along":
-            _verify_strangers(found.norms, others_U, parameters, half=bench.half)
+            _verify_strangers(found.norms, others_U, parameters, half=repeated.half)
         norms = {index: norm_U[chosen] for index, norm_U in found.norms.items()}
         verify_norms_and_sums(
             found.sums,
@@ -208,7 +210,7 @@ def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, object
             norms,
             clipper,
             parameters,
-            half=bench.half,
+            half=repeated.half,
             watched=[True] * len(chosen),
             size=1.0,
             causes=CAUSES,
@@ -218,15 +220,15 @@ def verify_units(bench: Bench, backend: Differentiated, clipper: Clipper, object
 def _verify_strangers(norms: dict[int, Tensor], others_U: Tensor, parameters: Sequence[Tensor], *, half: bool) -> None:
     for norm_U in norms.values():
         own, strange = norm_U[~others_U].max(), norm_U[others_U].amax() if others_U.any() else norm_U.new_zeros(())
-        if bool(strange > other_sizes(parameters, half=half) * own):
+        if bool(strange > tolerance_across_sizes(parameters, half=half) * own):
             raise VerificationError(
                 f"Outputs of some units have gradients at the tokens of others (norm {float(strange):.4g}, own "
                 f"{float(own):.4g}). {CAUSES}"
             )
 
 
-def _verify_company(bench: Bench, random: np.random.Generator, *, scaled: bool) -> None:
-    run = bench.run
+def _verify_company(repeated: RepeatedCall, random: np.random.Generator, *, scaled: bool) -> None:
+    run = repeated.run
     assert isinstance(run, PackedRun)
     places, units = run.packed.places, _real(run)
     if run.rows < 2 and not run.packed.side_by_side:
@@ -243,12 +245,12 @@ def _verify_company(bench: Bench, random: np.random.Generator, *, scaled: bool) 
         return _other_ids(x, everything[spots[: len(x)].to(x.device)])
 
     def values(changed: list[int]) -> list[Tensor] | None:
-        loss = bench.loss
+        loss = repeated.loss
         if isinstance(loss, PackedLoss) and changed:
             targets = replace(run, leaves=loss.targets, dims=(None,) * len(loss.targets))
             loss = replace(loss, targets=targets.with_contents(changed, change).leaves)
         other = run.with_contents(changed, change) if changed else run
-        return bench.values_if_it_runs(WHOLE, run=other, loss=loss)
+        return repeated.values_if_it_runs(WHOLE, run=other, loss=loss)
 
     before, after, third = values([]), values(first), values(second)
     if before is None:
@@ -257,22 +259,22 @@ def _verify_company(bench: Bench, random: np.random.Generator, *, scaled: bool) 
         for x, y in zip(before, now or (), strict=False):
             place = _place(run, x) if x.dim() else None
             if kept and place is not None and x.shape == y.shape:
-                _verify_kept(bench, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
+                _verify_kept(repeated, [(_part(run, x, place, u), _part(run, y, place, u)) for u in kept])
     scalars = [i for i, x in enumerate(before) if x.dim() == 0]
     if scalars and not scaled and after is not None and third is not None:
         fourth = values(units)
         for i in scalars if fourth is not None else ():
             try:
-                verify_additive(bench, [before[i], after[i], third[i], fourth[i]])  # type: ignore[index]
+                verify_additive(repeated, [before[i], after[i], third[i], fourth[i]])  # type: ignore[index]
             except VerificationError as error:
                 raise VerificationError(f"{str(error).partition(' Likely causes')[0]} {CAUSES}") from error
 
 
-def _verify_kept(bench: Bench, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+def _verify_kept(repeated: RepeatedCall, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
     x, y = (
         torch.cat([part.reshape(-1, *(part.shape[1:] or (1,))) for part in parts]) for parts in zip(*pairs, strict=True)
     )
-    apart, allowed = moved(x, y), row_bounds(x, half=bench.half)
+    apart, allowed = largest_differences(x, y), row_bounds(x, half=repeated.half)
     if bool((apart > allowed).any()):
         raise VerificationError(
             f"An output of shape {tuple(x.shape[1:])} per token moves by {float((apart - allowed).max()):.4g} when "

@@ -26,7 +26,7 @@ class Precision(TorchFunctionMode):
         return result
 
 
-def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
+def tolerance_across_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
     """Return the bound, relative, for two batch sizes; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
@@ -35,7 +35,7 @@ def other_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
     return 1e-6
 
 
-def one_size(x: Tensor, *, half: bool) -> float:
+def tolerance_at_one_size(x: Tensor, *, half: bool) -> float:
     """Return the bound, relative, for one batch size."""
     if half or x.dtype in HALF:
         return 3e-2
@@ -47,7 +47,9 @@ def one_size(x: Tensor, *, half: bool) -> float:
 def differ(x: Tensor, y: Tensor, *, half: bool) -> bool:
     """Return True if values differ by more than rounding."""
     x, y = x.reshape(1, -1), y.reshape(1, -1)
-    return x.shape != y.shape or bool((moved(x, y) > one_size(x, half=half) * scale(x)).any())
+    return x.shape != y.shape or bool(
+        (largest_differences(x, y) > tolerance_at_one_size(x, half=half) * scale(x)).any()
+    )
 
 
 def row_bounds(x: Tensor, *, half: bool) -> Tensor:
@@ -55,10 +57,10 @@ def row_bounds(x: Tensor, *, half: bool) -> Tensor:
     size = scale(x)
     if not x.is_floating_point():
         return 0 * size
-    return one_size(x, half=half) * size + 64 * torch.finfo(x.dtype).eps * size.max()
+    return tolerance_at_one_size(x, half=half) * size + 64 * torch.finfo(x.dtype).eps * size.max()
 
 
-def moved(x: Tensor, y: Tensor) -> Tensor:
+def largest_differences(x: Tensor, y: Tensor) -> Tensor:
     """Return, per row, the largest difference; infinity if only one is finite."""
     equal = (x == y) | (x.isnan() & y.isnan())
     apart = torch.where(equal, 0, x.double() - y.double()).abs().nan_to_num(torch.inf, torch.inf)

@@ -25,7 +25,6 @@ from dpshard.clipping.tape import Clipper
 from dpshard.errors import BatchLayoutError, VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
-from dpshard.verification.bench import Bench, RunFailedError, is_compared
 from dpshard.verification.company import Others, verify_company, verify_other_ranks
 from dpshard.verification.gradients import verify_gradients
 from dpshard.verification.kept import objective_of, rows_kept, statistic_error, statistics_kept
@@ -33,6 +32,7 @@ from dpshard.verification.lengths import verify_lengths
 from dpshard.verification.memory import others_of, verify_memory
 from dpshard.verification.objectives import Loss, objectives
 from dpshard.verification.packed import pick_units, shuffled, verify_packed
+from dpshard.verification.repeated_call import RepeatedCall, RunFailedError, is_compared
 from dpshard.verification.samples import SAMPLES, has_numbers, pick
 from dpshard.verification.verdict import Verdict
 from dpshard.verification.watch import Watch
@@ -162,29 +162,31 @@ class Verifier:
         apart = sharding.parts is not None and sharding.parts.of_samples
         verdict = Verdict(self._ranks if apart else None)
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            bench = Bench(replay, state, run, loss, self._mean, chosen, draws[0][0], verdict=verdict)
-            (together, kept), (alone, kept_alone) = bench.leaves(chosen), bench.leaves(chosen[:1])
-            bench.kept = rows_kept(kept, kept_alone, len(chosen))
+            repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws[0][0], verdict=verdict)
+            (together, kept), (alone, kept_alone) = repeated.leaves(chosen), repeated.leaves(chosen[:1])
+            repeated.kept = rows_kept(kept, kept_alone, len(chosen))
             shapes = (
-                [x for x in together if is_compared(x)] + [kept[path] for path in bench.kept],
-                [x for x in alone if is_compared(x)] + [kept_alone[path] for path in bench.kept],
+                [x for x in together if is_compared(x)] + [kept[path] for path in repeated.kept],
+                [x for x in alone if is_compared(x)] + [kept_alone[path] for path in repeated.kept],
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
             # With an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
-            counters = verify_memory(bench, others_of(bench), thorough=thorough) if thorough or not gradients else set()
+            counters = (
+                verify_memory(repeated, others_of(repeated), thorough=thorough) if thorough or not gradients else set()
+            )
             if thorough:
-                verify_other_ranks(bench, self._ranks.rank, self._ranks.world_size)
+                verify_other_ranks(repeated, self._ranks.rank, self._ranks.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
             del together, alone
             if gradients:
-                self._compare_gradients(bench, found, random, thorough=thorough and len(chosen) > 1)
-                self._compare_kept(bench, statistics, random)
-            verify_company(bench, shapes, random, draws, both=thorough)
-            bench.draws = AS_DRAWN
+                self._compare_gradients(repeated, found, random, thorough=thorough and len(chosen) > 1)
+                self._compare_kept(repeated, statistics, random)
+            verify_company(repeated, shapes, random, draws, both=thorough)
+            repeated.draws = AS_DRAWN
             if self._watch.lengths_vary and not self._meets(replay, run) and run.rows_per_unit == 1:
-                verify_lengths(bench)
+                verify_lengths(repeated)
         self._watch.accept(replay.parameters.model, counters)
 
     def _verify_packed(
@@ -197,26 +199,28 @@ class Verifier:
         together = replay.parameters.unshards(run.module)
         verdict, draws = Verdict(self._ranks if together else None), AS_DRAWN if thorough else Draws.fresh(random)
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            bench = Bench(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
-            double = functools.partial(self._packed_in_double, bench)
-            verify_packed(bench, sharding, self._clipper, random, double, thorough=thorough)
-            bench.draws = AS_DRAWN
+            repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
+            double = functools.partial(self._packed_in_double, repeated)
+            verify_packed(repeated, sharding, self._clipper, random, double, thorough=thorough)
+            repeated.draws = AS_DRAWN
             others = [run.with_contents(chosen[:1], shuffled)]
-            counters = verify_memory(bench, others, thorough=thorough)
+            counters = verify_memory(repeated, others, thorough=thorough)
         self._watch.accept(replay.parameters.model, counters)
 
-    def _packed_in_double(self, bench: Bench, compare: Callable[..., None], found: Any) -> bool:
-        return can_widen(bench, self._sharding) and self._agrees_in_double(bench, found, compare)
+    def _packed_in_double(self, repeated: RepeatedCall, compare: Callable[..., None], found: Any) -> bool:
+        return can_widen(repeated, self._sharding) and self._agrees_in_double(repeated, found, compare)
 
-    def _compare_gradients(self, bench: Bench, found: Any, random: np.random.Generator, *, thorough: bool) -> None:
+    def _compare_gradients(
+        self, repeated: RepeatedCall, found: Any, random: np.random.Generator, *, thorough: bool
+    ) -> None:
         ways: list[tuple[int | None, bool]] = [(None, bool(random.integers(2)))]  # outlier, magnified gradients
         if thorough:
-            ways = [(None, False), (bench.chosen[-1] if has_numbers(bench.run) else None, True)]
+            ways = [(None, False), (repeated.chosen[-1] if has_numbers(repeated.run) else None, True)]
         for scaled, magnified in ways:
             both = thorough and not magnified
             compare = functools.partial(verify_gradients, outlier=scaled, magnified=magnified, both_orders=both)
             try:
-                compare(bench, self._sharding, self._clipper, found)
+                compare(repeated, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):
                 self._sharding.refuse_hooks()  # torch calls a user's hook with None if no gradient comes
                 raise
@@ -227,25 +231,27 @@ class Verifier:
                 if (
                     not differs
                     or self._sharding.meeting is not None
-                    or not can_widen(bench, self._sharding)
-                    or not self._agrees_in_double(bench, found, compare)
+                    or not can_widen(repeated, self._sharding)
+                    or not self._agrees_in_double(repeated, found, compare)
                 ):
                     raise
 
-    def _compare_kept(self, bench: Bench, statistics: Mapping[str, Tensor], random: np.random.Generator) -> None:
-        if len(bench.chosen) < 2:
+    def _compare_kept(
+        self, repeated: RepeatedCall, statistics: Mapping[str, Tensor], random: np.random.Generator
+    ) -> None:
+        if len(repeated.chosen) < 2:
             return
         for path, like in statistics.items():
-            objective = objective_of(bench.replay.parameters.model, path, like)
+            objective = objective_of(repeated.replay.parameters.model, path, like)
             try:
-                self._compare_gradients(bench, [objective], random, thorough=False)
+                self._compare_gradients(repeated, [objective], random, thorough=False)
             except VerificationError as error:
                 raise statistic_error(path, error) from error
 
-    def _agrees_in_double(self, bench: Bench, found: Any, compare: Callable[..., None]) -> bool:
-        bench.state.rewind(bench.draws)
+    def _agrees_in_double(self, repeated: RepeatedCall, found: Any, compare: Callable[..., None]) -> bool:
+        repeated.state.rewind(repeated.draws)
         one_rank = OnOneRank() if self._ranks.world_size > 1 else nullcontext()
-        with widened(bench, self._clipper) as (wide, parameters, clipper), one_rank:
+        with widened(repeated, self._clipper) as (wide, parameters, clipper), one_rank:
             if wide.loss is not None:
                 found = [wide.loss.of]
             try:

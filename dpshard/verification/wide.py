@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper
 from dpshard.interception import kind_of_run
-from dpshard.verification.bench import Bench
+from dpshard.verification.repeated_call import RepeatedCall
 
 
 @dataclass(slots=True)
@@ -54,25 +54,25 @@ class Doubled(TorchFunctionMode):
         return func(*(_wide(x) for x in args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
 
 
-def can_widen(bench: Bench, owned: Any) -> bool:
+def can_widen(repeated: RepeatedCall, owned: Any) -> bool:
     """Return True if parameters are whole, and autocast does not choose float32."""
-    model = bench.replay.parameters.model
+    model = repeated.replay.parameters.model
     plain = all(type(p) is nn.Parameter and p.dtype == torch.float32 for p in model.parameters())
-    unshards = bench.replay.parameters.unshards(bench.run.module)
-    return plain and not unshards and owned.differentiated is owned.parameters and not bench.half
+    unshards = repeated.replay.parameters.unshards(repeated.run.module)
+    return plain and not unshards and owned.differentiated is owned.parameters and not repeated.half
 
 
 @contextmanager
-def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Clipper]]:
+def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[RepeatedCall, Widened, Clipper]]:
     """Return a block in which the model computes in float64."""
-    owned, layouts = bench.replay.parameters, bench.replay.layouts.found
+    owned, layouts = repeated.replay.parameters, repeated.replay.layouts.found
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
     places = [
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
     ]
     buffers = [b for b in model.buffers() if b.dtype == torch.float32]
-    kind, made, run = None, None, bench.run
+    kind, made, run = None, None, repeated.run
     try:
         for module, name, p in places:
             if p not in wide:
@@ -83,12 +83,12 @@ def widened(bench: Bench, clipper: Clipper) -> Iterator[tuple[Bench, Widened, Cl
         for buffer in buffers:
             buffer.data = buffer.data.double()
         parameters = {sources[p].label: wide[p] for p in wide if p in sources}
-        leaves = tuple(_double(x) for x in bench.run.leaves)
-        loss = bench.loss
+        leaves = tuple(_double(x) for x in repeated.run.leaves)
+        loss = repeated.loss
         if loss is not None:
             loss = replace(loss, targets=tuple(_double(t) for t in loss.targets))
         values: dict[str, Tensor] = dict(parameters)
-        in_double = replace(bench, run=replace(bench.run, leaves=leaves), loss=loss)
+        in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
         kind = kind_of_run(in_double.run)
         if kind not in layouts:
             made = layouts[kind] = layouts.get(kind_of_run(run), {})  # none for packed rows

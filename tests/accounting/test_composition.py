@@ -14,7 +14,7 @@ from dp_accounting.pld import PLDAccountant
 from dp_accounting.rdp import RdpAccountant
 
 from dpshard.accounting import PrivacyLedger, Release, bounds, composition
-from dpshard.accounting.copies import Span
+from dpshard.accounting.spans import Span
 from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
 from tests.accounting.ledgers import RELEASE, delta_of_gaussian, ledger_of, run_bound, run_epsilon, run_of

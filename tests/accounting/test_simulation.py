@@ -11,7 +11,7 @@ import pytest
 from scipy import special, stats
 
 from dpshard.accounting import Release, SampledMechanism, calibrate, compute_epsilon, simulation
-from dpshard.accounting.copies import Span
+from dpshard.accounting.spans import Span
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError
 from dpshard.noise.correlation import BandedInverse, BandMF

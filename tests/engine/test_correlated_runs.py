@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 
 from dpshard import BandedInverse, BandMF, PrivacyEngine
 from dpshard.accounting import compute_epsilon
-from dpshard.accounting.copies import Span
 from dpshard.accounting.history import succeeds
+from dpshard.accounting.spans import Span
 from dpshard.clipping.thresholds import QuantileTracking
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise import correlation as correlation_module

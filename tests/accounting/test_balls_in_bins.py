@@ -8,9 +8,9 @@ import pytest
 
 from dpshard.accounting import Release, compute_epsilon
 from dpshard.accounting.allocation import losses
+from dpshard.accounting.balls_in_bins import BallsInBins
 from dpshard.accounting.composition import gdp_epsilon
-from dpshard.accounting.copies import Span
-from dpshard.accounting.epochs import BallsInBins
+from dpshard.accounting.spans import Span
 from dpshard.config import BatchSchedule, steps_of_epoch
 
 N, T, SIGMA = 100, 5, 1.3

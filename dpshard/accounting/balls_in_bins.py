@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
-from dpshard.accounting.copies import Span
 from dpshard.accounting.releases import Release
+from dpshard.accounting.spans import Span
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ class RunFailedError(VerificationError):
 
 
 @dataclass(slots=True)
-class Bench:
+class RepeatedCall:
     """A call and its state."""
 
     replay: Replay

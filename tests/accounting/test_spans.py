@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import norm
 
 from dpshard.accounting import PrivacyLedger, Release, compute_epsilon
-from dpshard.accounting.copies import Span, append, cost, total_cost
+from dpshard.accounting.spans import Span, append, cost, total_cost
 from dpshard.errors import AccountingError
 from tests.accounting.ledgers import RELEASE
 
