@@ -64,7 +64,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Count [B], at one end of each row, the positions with one value in every integer input; 1 counts as 0."""
+    """Count the positions [B] at one end with one value in every integer input; 1 counts as 0."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)
