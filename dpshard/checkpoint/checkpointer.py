@@ -113,7 +113,12 @@ class Checkpointer:
             "others": self._states_of_others(),
             **_named(self._state.snapshot()),
         }
-        partial = self._ranks.on_first(self._explained(lambda: self._folder.begin(step)))
+
+        def begin() -> Path:
+            self._journal.create()
+            return self._folder.begin(step)
+
+        partial = self._ranks.on_first(self._explained(begin))
         if wait:
             storage.write(state, partial, self._ranks)
             self._publish(step, noted, partial)

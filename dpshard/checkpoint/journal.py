@@ -4,16 +4,20 @@
 A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
 ([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts all
 entries after its checkpoint; repeating one costs nothing more. The release of a truncated entry was not handed out.
+The file is there before the first checkpoint, so a missing one was lost.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import struct
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
+
+from dpshard.checkpoint.disk import flush
 
 _ENTRY = struct.Struct("<Q16s")
 _CHECK = 8
@@ -56,17 +60,28 @@ class Journal:
             file.seek((entries - 1) * _LENGTH)
             return Mark(entries, file.read(_LENGTH).hex())
 
+    def create(self) -> None:
+        """Make the file unless it exists. Raises OSError if it was there, and is lost."""
+        if self._descriptor is not None:
+            self._require_kept(self._descriptor)
+        elif not self.path.exists():
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            flush(self.path.parent)
+
     def note(self, step: int, identity: bytes) -> Future[None]:
         """Append a release; the future is done when it is on the disk. Both may raise OSError."""
         if self._descriptor is None:
             self._descriptor = self._open()
+        self._require_kept(self._descriptor)
         _write(self._descriptor, _entry(step, identity))
         return self._thread.submit(os.fsync, self._descriptor)
 
     def since(self, mark: Mark) -> list[Release] | None:
-        """Return the entries after `mark`; None if damaged, or of another journal."""
-        start = mark.entries
-        content = self.path.read_bytes() if self.path.exists() else b""
+        """Return the entries after `mark`; None if missing, damaged, or of another journal."""
+        if not self.path.exists():
+            return None
+        start, content = mark.entries, self.path.read_bytes()
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]
         if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _digest(x[: _ENTRY.size]) for x in entries):
             return None
@@ -75,10 +90,15 @@ class Journal:
         return [_ENTRY.unpack(entry[: _ENTRY.size]) for entry in entries]
 
     def _open(self) -> int:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self.create()
+        descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(descriptor, len(self) * _LENGTH)  # removes a truncated entry
         return descriptor
+
+    def _require_kept(self, descriptor: int) -> None:
+        if not (self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat())):
+            reason = "the file was removed or replaced while this run wrote to it. Start anew from the last checkpoint"
+            raise OSError(errno.ENOENT, reason, str(self.path))
 
 
 def _write(descriptor: int, data: bytes) -> None:

@@ -73,6 +73,8 @@ LIMIT = 2.0**48
 SHORTEST_PIECE, LONGEST_PIECE = 2**10, 2**14
 """Elements of the first and the longest pieces of a block of discrete noise."""
 
+_LEAST_NORMAL = float(torch.finfo(torch.float32).tiny)
+
 _LEAST_STD = 2.0 ** (LOG2_STD - 1022)
 
 _NUMPY_DTYPE = {torch.float32: np.float32, torch.float64: np.float64}
@@ -145,10 +147,15 @@ class KeyedGaussian:
 
         Returns the L2 norm of all shards before the noise, [], float64, on the device of the first. Raises
         ConfigurationError, and changes no shard, for a tensor of half precision or a sharded one. It also raises for a
-        std that is negative or not finite.
+        std that is negative, not finite, or for float32 below 1.2e-38.
         """
         if not math.isfinite(std) or std < 0:
             raise ConfigurationError(f"std={std!r} of the noise must be finite and at least 0.")
+        if 0 < std < _LEAST_NORMAL and any(shard.local.dtype is torch.float32 for shard in shards):
+            raise ConfigurationError(
+                f"std={std!r} of the noise is below {_LEAST_NORMAL:.2g}, so float32 would round it to zero. Choose a "
+                f"larger max_grad_norm, and scale the loss by as much if gradients are so small."
+            )
         require_shards(shards)
         return self._release_(shards, step, std, divisor)
 

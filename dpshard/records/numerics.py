@@ -19,14 +19,16 @@ _index_tensors: dict[tuple[tuple[int, ...], torch.device], Tensor] = {}  # not l
 
 def index_tensor(numbers: tuple[int, ...], like: Tensor) -> Tensor:
     """Return `numbers` on the device of `like`, int64; copying them anew would make an accelerator wait."""
-    if type(like) is not Tensor:  # a FakeTensor has no values for real tensors
-        return torch.tensor(numbers, device=like.device)
     key = numbers, like.device
-    if key not in _index_tensors:
-        if len(_index_tensors) == _MOST_INDEX_TENSORS:
+    kept = _index_tensors.get(key) if type(like) is Tensor else None  # a FakeTensor has no values
+    if kept is not None:
+        return kept
+    made = torch.tensor(numbers, dtype=torch.int64, device=like.device)
+    if type(like) is type(made) is Tensor and not made.is_inference():
+        if len(_index_tensors) >= _MOST_INDEX_TENSORS:
             _index_tensors.clear()
-        _index_tensors[key] = torch.tensor(numbers, device=like.device)
-    return _index_tensors[key]
+        _index_tensors[key] = made
+    return made
 
 
 def as_real(x: Tensor) -> Tensor:

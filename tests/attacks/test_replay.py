@@ -9,6 +9,7 @@ import copy
 import math
 import re
 import warnings
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -23,7 +24,7 @@ from dpshard.accounting import Release, compute_epsilon
 from dpshard.checkpoint.facts import of_rows
 from dpshard.checkpoint.journal import Journal
 from dpshard.config import BatchSchedule
-from dpshard.errors import BudgetExceededError, ConfigurationError
+from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.sampling import PoissonSampler
 from tests.checkpoint.test_resume import WENT_BACK
 
@@ -406,6 +407,25 @@ def test_a_lost_journal_is_told(tmp_path, damage):
     assert resumed.count == 1
     assert checkpoints.load(released=3)
     assert (resumed.engine.step, resumed.count) == (1, 3)
+
+
+def test_a_journal_lost_since_the_first_checkpoint_is_told(tmp_path):
+    run, _ = resume(tmp_path)  # a checkpoint before the first release
+    run.take(2)
+    (tmp_path / "releases.journal").unlink()
+    with pytest.warns(UserWarning, match="releases.journal is missing"):
+        assert resume(tmp_path)[0].count == 0
+
+
+@pytest.mark.parametrize("lose", [Path.unlink, lambda path: path.write_bytes(path.rename(f"{path}.old").read_bytes())])
+def test_a_run_stops_if_its_journal_is_lost_meanwhile(tmp_path, lose):
+    run, checkpoints = resume(tmp_path)
+    run.take(1)
+    lose(tmp_path / "releases.journal")
+    with pytest.raises(CheckpointError, match="removed or replaced while this run wrote"):
+        checkpoints.save()
+    with pytest.raises(CheckpointError, match="removed or replaced while this run wrote"):
+        run.take(1)
 
 
 def test_a_release_is_noted_before_its_noise_is_added(tmp_path):

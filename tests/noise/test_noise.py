@@ -250,3 +250,13 @@ def test_noise_on_a_gpu_does_not_depend_on_the_split(secure):
     assert torch.equal(torch.cat(shards), whole)
     assert FALSE_ALARM / 2 < stats.chi2.cdf(float(whole.double().square().sum()), n) < 1 - FALSE_ALARM / 2
     assert torch.equal(whole.cpu(), gaussian.sample(0, "w", 0, n)) == secure
+
+
+def test_noise_that_float32_would_round_to_zero_is_refused():
+    shards = [SumShard("weight", torch.zeros(8))]
+    with pytest.raises(ConfigurationError, match="float32 would round it to zero"):
+        GAUSSIAN.release_(shards, step=0, std=1e-40)
+    assert not shards[0].local.any()
+    wide = [SumShard("weight", torch.zeros(8, dtype=torch.float64))]
+    GAUSSIAN.release_(wide, step=0, std=1e-40)
+    assert wide[0].local.all()

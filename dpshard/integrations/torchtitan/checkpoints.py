@@ -23,6 +23,8 @@ class EngineState:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # a checkpoint holds the run secret
         self._journal = Journal(folder / "releases.journal")
+        self._was_missing = not self._journal.path.exists()
+        self._journal.create()
         self._noted = self._journal.mark()
         self._notes = ReleaseNotes(self._journal)
         engine.internals.note_releases(self._note)
@@ -46,7 +48,7 @@ class EngineState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue that run; count later releases."""
-        released = self._journal.since(Mark(*json.loads(state_dict["noted"])))
+        released = None if self._was_missing else self._journal.since(Mark(*json.loads(state_dict["noted"])))
         if released is None:
             raise CheckpointError(
                 f"{self._journal.path} is missing, damaged, or of another run: the releases after the checkpoint are "
