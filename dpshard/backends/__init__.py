@@ -1,8 +1,7 @@
 """Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
 Noise meets a rank's shards in `privatize` of its `GradientStore` (`grad_store.py`, `deepspeed/gradients.py`). It calls
-`release_` of `noise/keyed.py`. May import `clipping`, `noise` and
-below.
+`release_` of `noise/keyed.py`. May import `clipping`, `noise` and below.
 """
 
 from __future__ import annotations

@@ -96,7 +96,11 @@ class Journal:
         return descriptor
 
     def _require_kept(self, descriptor: int) -> None:
-        if not (self.path.exists() and os.path.samestat(os.fstat(descriptor), self.path.stat())):
+        try:
+            kept = os.path.samestat(os.fstat(descriptor), self.path.stat())
+        except FileNotFoundError:
+            kept = False
+        if not kept:
             reason = "the file was removed or replaced while this run wrote to it. Start anew from the last checkpoint"
             raise OSError(errno.ENOENT, reason, str(self.path))
 

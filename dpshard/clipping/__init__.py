@@ -1,8 +1,7 @@
 """From per-sample norms to clip coefficients and clipped sums. Begin with `tape.py`.
 
 `clip` in `coefficients.py` computes the clip coefficients, by a function of `functions.py`. `_require_open` in
-`tape.py` refuses a second backward. May import `records`, `rules`,
-`noise` and below.
+`tape.py` refuses a second backward. May import `records`, `rules`, `noise` and below.
 """
 
 from dpshard.clipping.functions import AbadiClipping, AutomaticClipping, ClippingFunction, GlobalClipping

@@ -23,14 +23,16 @@ class EngineState:
         folder.mkdir(parents=True, exist_ok=True)
         folder.chmod(0o700)  # a checkpoint holds the run secret
         self._journal = Journal(folder / "releases.journal")
-        self._was_missing = not self._journal.path.exists()
-        self._journal.create()
         self._noted = self._journal.mark()
         self._notes = ReleaseNotes(self._journal)
         engine.internals.note_releases(self._note)
 
-    def warn_of_earlier_starts(self) -> None:
-        """Warn of releases in the journal that a run from step 0 does not count."""
+    def begin(self) -> None:
+        """Make the journal, and warn of its releases that a run from step 0 does not count.
+
+        Call it after loading, where a missing journal is one that was lost.
+        """
+        self._journal.create()
         if self._noted.entries and self._engine.step == 0:
             logger.warning(
                 "%s has %d releases of earlier starts, of which there is no checkpoint. This run does not count them.",
@@ -48,7 +50,7 @@ class EngineState:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue that run; count later releases."""
-        released = None if self._was_missing else self._journal.since(Mark(*json.loads(state_dict["noted"])))
+        released = self._journal.since(Mark(*json.loads(state_dict["noted"])))
         if released is None:
             raise CheckpointError(
                 f"{self._journal.path} is missing, damaged, or of another run: the releases after the checkpoint are "

@@ -82,7 +82,7 @@ class PrivateTrainer(Trainer):
                 f"checkpoint lacks the state of one of them. Resume from another checkpoint."
             )
         if self._state is not None:
-            self._state.warn_of_earlier_starts()
+            self._state.begin()
         rows, per_row = self.config.training.local_batch_size, self.config.privacy.documents_per_row
         tokens, loader = self.config.training.seq_len, data_iterable.config
         options: Any = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "prefetch_factor")}
