@@ -10,24 +10,28 @@ from typing import Any
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 
-from dpshard.interception.batch_dims import Layout
 from dpshard.interception.call import Refusal
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.packed import TokenGrid
 from dpshard.interception.protocols import Exchange
+from dpshard.interception.region_facts import facts_of
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
-from dpshard.rules.call import Source
+
+
+class InRegion:
+    """A process-wide switch, on in the trace of a region: its modules run as they are, without guards of their own."""
+
+    on = False
 
 
 @dataclass(slots=True)
 class Region:
-    """A running compiled region; lists, because dynamo takes dict keys as constants."""
+    """A running compiled region; a list, because dynamo takes dict keys as constants."""
 
     tensors: list[Tensor]
-    sources: list[Source]
-    layout: Layout
-    batch_size: int
     facts: str
+    """Key of its RegionFacts."""
+    batch_size: int
     made: list[tuple[Tensor, ...]]
     """Slots, by row."""
     refusal: Refusal
@@ -38,21 +42,22 @@ class Region:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `forward` through a new mode; dynamo sets no guards on one that it has seen made."""
+        sources, calls, labels, rows = facts_of(self.facts)
         mode = InterceptionMode(
-            dict(zip(self.tensors, self.sources, strict=True)),
-            self.layout,
-            PreallocatedSlots(self.batch_size, self.facts, self.made),
+            dict(zip(self.tensors, sources, strict=True)),
+            dict(calls),
+            PreallocatedSlots(self.batch_size, labels, rows, self.made),
             self.refusal,
             self.rows_per_unit,
             self.grid,
             self.exchange,
         )
-        self.entered = True
+        self.entered = InRegion.on = True
         try:
             with mode:
                 return forward(*args, **kwargs)
         finally:
-            self.entered = False
+            self.entered = InRegion.on = False
 
 
 class ActiveForward:

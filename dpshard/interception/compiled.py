@@ -6,7 +6,7 @@ A rehearsal in eager mode shows which slots.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -18,22 +18,22 @@ from torch.utils import _pytree as pytree
 from dpshard.clipping.region import Asked, Row, form_rows, rows_of
 from dpshard.clipping.uses import Use
 from dpshard.interception.active import ActiveForward, Region
-from dpshard.interception.batch_dims import Layout
+from dpshard.interception.batch_dims import CallKey, CallLayout
 from dpshard.interception.call import Refusal
 from dpshard.interception.isolation import Isolate, eager
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
-from dpshard.interception.slots import SlotRecorder, region_facts
+from dpshard.interception.region_facts import RegionFacts, key_of, places_of, uses_of
+from dpshard.interception.slots import SlotRecorder
 from dpshard.names import parameters_of
-from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
 
 
 @dataclass(frozen=True, slots=True)
 class _Known:
     tensors: list[Tensor]
-    numbered: list[Source]
+    facts: str
     trained: object
     """See InterceptionMode."""
     among: int
@@ -42,14 +42,14 @@ class _Known:
 @dataclass(slots=True)
 class _Rehearsed:
     numbering: Numbering
-    layout: Layout
-    """With numbered sources."""
+    calls: Sequence[tuple[CallKey, CallLayout]]
+    labels: Sequence[Sequence[str]]
+    """Both with numbered sources; see RegionFacts."""
     outside: Asked
     """With named sources."""
     places: list[list[int]]
     """See [Note: Rows of uses]."""
     rows: list[Row]
-    facts: str
     refusal: Refusal
     copies: bool
     """True if templates hold values."""
@@ -104,10 +104,8 @@ class CompiledRegions:
         made = mode.slots.region(rows)
         inner = Region(
             known.tensors,
-            known.numbered,
-            region.layout,
+            known.facts,
             mode.slots.batch_size,
-            region.facts,
             made,
             region.refusal,
             mode.rows_per_unit,
@@ -132,9 +130,9 @@ class CompiledRegions:
         outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
         places = rows_of(outside, self._parameters.by_name)
         rows = form_rows(outside, places)
-        facts = region_facts(recorder.asked, places, [row.dim for row in rows])
         copies = any(use.copies for use, _ in outside)
-        return _Rehearsed(numbering, dict(layout), outside, places, rows, facts, refusal, copies)
+        labels = uses_of(recorder.asked)
+        return _Rehearsed(numbering, (*layout.items(),), labels, outside, places, rows, refusal, copies)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
         numbering = region.numbering
@@ -145,7 +143,8 @@ class CompiledRegions:
                 # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
-        found = _Known([*known], [*known.values()], mode.trained, len(mode.sources))
+        facts = RegionFacts((*known.values(),), region.calls, region.labels, places_of(region.rows, region.places))
+        found = _Known([*known], key_of(facts), mode.trained, len(mode.sources))
         lasting = lasting and mode.trained is not None and known.keys() <= mode.trained.keys()
         region.known = found if lasting else None
         return found

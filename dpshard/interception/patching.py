@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.interception.active import ActiveForward
+from dpshard.interception.active import ActiveForward, InRegion
 from dpshard.interception.compiled import CompiledRegions
 from dpshard.interception.module_hooks import has_hooks
 from dpshard.interception.parameters import TrainedParameters
@@ -25,6 +25,10 @@ Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
 """(module, its own forward, True if compiled, args, kwargs) -> output."""
 
 
+_FORWARDS: dict[type[nn.Module], Callable[..., Any]] = {}
+"""Forwards of classes, for regions."""
+
+
 class ModulePatcher:
     """Patches modules to call `enter`."""
 
@@ -32,7 +36,7 @@ class ModulePatcher:
         self, parameters: TrainedParameters, active: ActiveForward, regions: CompiledRegions, enter: Enter
     ) -> None:
         self._parameters, self._active, self._regions, self._enter = parameters, active, regions, enter
-        self._codes: dict[type[nn.Module], types.CodeType] = {}
+        self._codes: dict[tuple[type[nn.Module], types.CodeType], types.CodeType] = {}
         self._patched: list[tuple[nn.Module, str, Any]] = []  # module, attribute, previous value
         self._hooks: list[RemovableHandle] = []
 
@@ -100,6 +104,17 @@ class ModulePatcher:
                 return on_copy(self_module, *args, **kwargs)
             return enter(module, original, compiled, args, kwargs)
 
+        # The same, but a region's trace reads no closure, so dynamo guards none.
+        def plain_in_regions(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling() and InRegion.on:
+                return _FORWARDS[type(self_module)](self_module, *args, **kwargs)
+            if self_module is not module:
+                return on_copy(self_module, *args, **kwargs)
+            return enter(module, original, compiled, args, kwargs)
+
+        if previous is None and attribute == "forward" and not compiled:
+            _FORWARDS[type(module)] = type(module).forward
+            forward = plain_in_regions
         forward.__code__ = self._code_for(type(module), forward.__code__)
         if attribute == "forward":
             functools.update_wrapper(forward, getattr(type(module), "forward"), updated=())  # noqa: B009
@@ -110,9 +125,9 @@ class ModulePatcher:
 
         Dynamo compiles a code object only a few times; a copy per module would compile equal blocks one by one.
         """
-        if kind not in self._codes:
-            self._codes[kind] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
-        return self._codes[kind]
+        if (kind, code) not in self._codes:
+            self._codes[kind, code] = code.replace(co_name=f"{kind.__name__}_{code.co_name}")
+        return self._codes[kind, code]
 
     def _enter_with_hooks(self, module: nn.Module) -> None:
         self._patched.append((module, "_compiled_call_impl", None))

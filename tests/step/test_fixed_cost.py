@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo import guards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dpshard
@@ -184,6 +185,34 @@ def test_a_compiled_model_takes_few_python_calls_of_dpshard_for_a_parameter():
     few, many = calls(4), calls(5)
     more, parameters = (y - x for x, y in zip(few, many, strict=True))
     assert more <= 5 * parameters
+
+
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_compiled_block_adds_few_guards(monkeypatch):
+    """Dynamo evaluates its guards before every forward."""
+    make = guards.CheckFunctionManager.__init__
+
+    def noting(manager, *args, **kwargs):
+        make(manager, *args, **kwargs)
+        found.append(len(str(manager.guard_manager).splitlines()))
+
+    def count(depth, *, clipped):
+        torch.compiler.reset()
+        found.clear()
+        model = gpt(depth)
+        model.compile(backend="aot_eager")
+        engine = noise_free_engine(model, batch_size=B, verify=False) if clipped else None
+        backwards(model, range(1))
+        if engine is not None:
+            engine.detach()
+        return sum(found)
+
+    found: list[int] = []
+    monkeypatch.setattr(guards.CheckFunctionManager, "__init__", noting)
+    ordinary, private = (count(3, clipped=clipped) - count(2, clipped=clipped) for clipped in (False, True))
+    assert ordinary > 100  # guards are counted
+    assert private <= 2 * ordinary
 
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
