@@ -190,6 +190,7 @@ class Guard:
         for name in odd:
             if (name in noted or parameters[name].grad is not None) and not self.is_untouched(name):
                 self._refuse(name)
+            self._refuse_shared_memory(name)
         if self._at_once:
             self.compare_bits()
 
@@ -229,6 +230,17 @@ class Guard:
             f"The gradient of {touched} was changed between backward() and the noise, so its sensitivity differs from "
             f"the accounted one. To clip, scale, log or set gradients, call engine.privatize() first."
         )
+
+    def _refuse_shared_memory(self, name: str) -> None:
+        parameter = self._parameters[name]
+        if parameter.grad is None or not parameter.grad.numel():
+            return
+        memory, of_gradient = (self._local(x.detach()).untyped_storage()._cdata for x in (parameter, parameter.grad))
+        if memory == of_gradient:
+            raise LogicalBatchError(
+                f"The .grad of {name} shares its memory, so sums without noise would be written into the parameter. "
+                f"Set {name}.grad = None; backward() makes another."
+            )
 
     def refuse_hooks(self, name: str, parameter: nn.Parameter) -> None:
         """Raise UnsupportedParameterError for a foreign hook, or if an own one is gone."""

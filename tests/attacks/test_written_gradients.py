@@ -105,3 +105,16 @@ def test_a_hook_draws_the_same_numbers_in_both_of_two_passes():
         torch.manual_seed(seed)
         update = private_step(model, (randn(1, D, D),), max_grad_norm=R, clipping_mode="ghost", verify=False)
         assert norm(update) <= R * (1 + 1e-9)
+
+
+def test_a_gradient_in_the_memory_of_its_parameter_is_refused():
+    """Zeros pass for a gradient after zero_grad(set_to_none=False); backward would add to the weight."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double()
+    with torch.no_grad():
+        model[0].bias.zero_()
+    engine = noise_free_engine(model, batch_size=2, verify=False)
+    model[0].bias.grad = model[0].bias.data
+    with pytest.warns(UserWarning, match="own batches"), pytest.raises(LogicalBatchError, match=r"0\.bias shares its"):
+        model(randn(2, 3)).sum().backward()
+    assert not model[0].bias.any()
+    engine.detach()
