@@ -54,15 +54,20 @@ Node = TypeVar("Node", bound=torch.autograd.Function)
 
 
 def left_out_of_graphs(node: type[Node]) -> type[Node]:
-    """Keep a node out of compiled functions."""
-    setattr(node.backward, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
+    """Keep a node's backward out of compiled functions."""
+    setattr(node, "backward", staticmethod(_outside_graphs(node.backward)))  # noqa: B010
+    return node
+
+
+def _outside_graphs(function: Any) -> Any:
+    setattr(function, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
         skip = frames._FrameAction.SKIP  # also for what it calls
-        frames.set_code_exec_strategy(node.backward.__code__, frames._FrameExecStrategy(skip, skip))
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     except (AttributeError, TypeError):  # another torch has other private names
-        setattr(node, "backward", staticmethod(torch.compiler.disable(node.backward)))  # noqa: B010
-    return node
+        return torch.compiler.disable(function)
+    return function
 
 
 def _applied(node: type[torch.autograd.Function]) -> Any:
@@ -189,6 +194,11 @@ class _Tap(torch.autograd.Function):
 _apply_tap = _applied(_Tap)
 
 
+@_outside_graphs
+def _tap_outside_graphs(*args: Any) -> Tensor:
+    return _apply_tap(*args)  # dynamo of torch 2.11 warns of a builtin
+
+
 @left_out_of_graphs
 class _FusedTap(torch.autograd.Function):
     @staticmethod
@@ -263,7 +273,8 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
     own = [x.detach() for x, node in zip(keep, nodes, strict=True) if node is None]
     if arrive is None:
         return _RegionTap.apply(nodes, len(own), output, *own, *ends)
-    return _apply_tap(arrive, nodes, len(own), output, *own, *ends)
+    apply = _tap_outside_graphs if torch.compiler.is_compiling() else _apply_tap
+    return apply(arrive, nodes, len(own), output, *own, *ends)
 
 
 def fuses() -> bool:

@@ -18,10 +18,13 @@ from dpshard.interception.region_facts import facts_of
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
 
 
-class InRegion:
-    """A process-wide switch, on in the trace of a region: its modules run as they are, without guards of their own."""
+@dataclass(slots=True)
+class _Switch:
+    on: bool = False
 
-    on = False
+
+in_region = _Switch()
+"""Process-wide, on in the trace of a region: its modules run as they are, without guards of their own."""
 
 
 @dataclass(slots=True)
@@ -42,22 +45,22 @@ class Region:
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run `forward` through a new mode; dynamo sets no guards on one that it has seen made."""
-        sources, calls, labels, rows = facts_of(self.facts)
+        sources, calls, slots = facts_of(self.facts)
         mode = InterceptionMode(
             dict(zip(self.tensors, sources, strict=True)),
             dict(calls),
-            PreallocatedSlots(self.batch_size, labels, rows, self.made),
+            PreallocatedSlots(self.batch_size, slots, self.made),
             self.refusal,
             self.rows_per_unit,
             self.grid,
             self.exchange,
         )
-        self.entered = InRegion.on = True
+        self.entered = in_region.on = True
         try:
             with mode:
                 return forward(*args, **kwargs)
         finally:
-            self.entered = InRegion.on = False
+            self.entered = in_region.on = False
 
 
 class ActiveForward:

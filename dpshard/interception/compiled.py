@@ -24,8 +24,8 @@ from dpshard.interception.isolation import Isolate, eager
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
-from dpshard.interception.region_facts import RegionFacts, key_of, places_of, uses_of
-from dpshard.interception.slots import SlotRecorder
+from dpshard.interception.region_facts import RegionFacts, key_of
+from dpshard.interception.slots import SlotRecorder, slot_facts
 from dpshard.names import parameters_of
 from dpshard.rules.torch_functions import Passthrough
 
@@ -43,7 +43,7 @@ class _Known:
 class _Rehearsed:
     numbering: Numbering
     calls: Sequence[tuple[CallKey, CallLayout]]
-    labels: Sequence[Sequence[str]]
+    slots: str
     """Both with numbered sources; see RegionFacts."""
     outside: Asked
     """With named sources."""
@@ -131,8 +131,8 @@ class CompiledRegions:
         places = rows_of(outside, self._parameters.by_name)
         rows = form_rows(outside, places)
         copies = any(use.copies for use, _ in outside)
-        labels = uses_of(recorder.asked)
-        return _Rehearsed(numbering, (*layout.items(),), labels, outside, places, rows, refusal, copies)
+        slots = slot_facts(recorder.asked, places, [row.dim for row in rows])
+        return _Rehearsed(numbering, (*layout.items(),), slots, outside, places, rows, refusal, copies)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
         numbering = region.numbering
@@ -143,7 +143,7 @@ class CompiledRegions:
                 # Dynamo prints its guards, and must not read a freed parameter.
                 if numbering.knows(source) and source.label not in self._parameters.temporary:
                     known.setdefault(x, numbering.number(source))
-        facts = RegionFacts((*known.values(),), region.calls, region.labels, places_of(region.rows, region.places))
+        facts = RegionFacts((*known.values(),), region.calls, region.slots)
         found = _Known([*known], key_of(facts), mode.trained, len(mode.sources))
         lasting = lasting and mode.trained is not None and known.keys() <= mode.trained.keys()
         region.known = found if lasting else None

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.interception.active import ActiveForward, InRegion
+from dpshard.interception.active import ActiveForward, in_region
 from dpshard.interception.compiled import CompiledRegions
 from dpshard.interception.module_hooks import has_hooks
 from dpshard.interception.parameters import TrainedParameters
@@ -106,7 +106,7 @@ class ModulePatcher:
 
         # The same, but a region's trace reads no closure, so dynamo guards none.
         def plain_in_regions(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() and InRegion.on:
+            if torch.compiler.is_compiling() and in_region.on:
                 return _FORWARDS[type(self_module)](self_module, *args, **kwargs)
             if self_module is not module:
                 return on_copy(self_module, *args, **kwargs)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from dpshard.clipping.autograd_nodes import dummies_like, tap
 from dpshard.clipping.checkpointing import unseen
-from dpshard.clipping.region import Row
+from dpshard.clipping.region import Asked, Row
 from dpshard.clipping.uses import Use
 from dpshard.errors import REENTRANT, UnsupportedParameterError
 
@@ -101,16 +101,10 @@ class PreallocatedSlots(Slots):
     compiled: bool = True
     rehearses: bool = False
 
-    def __init__(
-        self,
-        batch_size: int,
-        labels: Sequence[Sequence[str]],
-        rows: Sequence[tuple[int, Sequence[int]]],
-        made: Sequence[Sequence[Tensor]],
-    ) -> None:
-        """Take tensors by row; see RegionFacts."""
+    def __init__(self, batch_size: int, facts: str, made: list[tuple[Tensor, ...]]) -> None:
+        """Take tensors by row."""
         self.batch_size = batch_size
-        self._labels, self._made = labels, _by_use(rows, made)
+        self._made = _cut(facts, made)
         self._taken = 0
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
@@ -119,23 +113,38 @@ class PreallocatedSlots(Slots):
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return the next slot, if made for this use."""
-        at = self._taken
+        labels, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
         self._taken += 1
-        if at >= len(self._labels) or self._labels[at] != tuple([source.label for source in use.sources]):
+        if labels != [source.label for source in use.sources]:
             raise UnsupportedParameterError(ANOTHER_COURSE)
-        return tuple(self._made[at])
+        return tuple(tensors)
 
 
-def _by_use(rows: Sequence[tuple[int, Sequence[int]]], made: Sequence[Sequence[Tensor]]) -> dict[int, Sequence[Tensor]]:
+_PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
+"""Labels have commas and slashes."""
+
+
+def slot_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
+    """Return labels by use; dimension and uses by row: one string, because dynamo takes no tuple for a constant."""
+    labels = _USES.join(_ITEMS.join(source.label for source in use.sources) for use, _ in asked)
+    places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))
+    return labels + _PARTS + places
+
+
+def _cut(facts: str, made: Sequence[Sequence[Tensor]]) -> list[tuple[list[str], Sequence[Tensor]]]:
+    if not made:
+        return []
+    labels, places = facts.split(_PARTS)
     by_use: dict[int, Sequence[Tensor]] = {}
-    for (dim, uses), tensors in zip(rows, made, strict=True):
+    for row, tensors in zip(places.split(_USES), made, strict=True):
+        dim, *uses = map(int, row.split(_ITEMS))
         if len(uses) == 1:
             by_use[uses[0]] = tensors
         else:
             parts = [x.chunk(len(uses), dim) for x in tensors]
             for i, use in enumerate(uses):
                 by_use[use] = [part[i] for part in parts]
-    return by_use
+    return [(some.split(_ITEMS), by_use[i]) for i, some in enumerate(labels.split(_USES))]
 
 
 ANOTHER_COURSE = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,13 @@ from dpshard.records import PerSampleGrad, Record, wide
 from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, batch_axis
 from dpshard.rules.registry import rule
 
-Normalize = Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
-"""From input, weight and bias (or neither) to the output."""
+
+class Normalization(Protocol):
+    """A method, because dynamo of torch 2.11 hashes an object that it calls."""
+
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        """Output from input, weight and bias, or from neither."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,7 @@ class _LayerNorm:
     shape: tuple[int, ...]
     eps: float
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.layer_norm(x, self.shape, weight, bias, self.eps)
 
 
@@ -42,7 +47,7 @@ class _RmsNorm:
     shape: tuple[int, ...]
     eps: float | None
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.rms_norm(x, self.shape, weight, self.eps)
 
 
@@ -51,8 +56,16 @@ class _GroupNorm:
     groups: int
     eps: float
 
-    def __call__(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
         return F.group_norm(x, self.groups, weight, bias, self.eps)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _WithBuffers:
+    function: Callable[[Tensor, Tensor | None, Tensor | None], Tensor]
+
+    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
+        return self.function(x, weight, bias)
 
 
 @rule(F.layer_norm, torch.layer_norm)
@@ -117,7 +130,9 @@ def instance_norm(
         input,
         weight,
         bias,
-        lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps),
+        _WithBuffers(
+            lambda x, w, b: F.instance_norm(x, running_mean, running_var, w, b, use_input_stats, momentum, eps)
+        ),
         _Moments(eps, input.shape[1]) if use_input_stats else None,
         trailing=False,
         repeated=False,
@@ -148,7 +163,7 @@ def batch_norm(
         input,
         weight,
         bias,
-        lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps),
+        _WithBuffers(lambda x, w, b: F.batch_norm(x, running_mean, running_var, w, b, False, momentum, eps)),
         None,
         trailing=False,
         repeated=False,
@@ -160,7 +175,7 @@ def _affine(
     input: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
-    normalize: Normalize,
+    normalize: Normalization,
     moments: _Moments | None,
     *,
     trailing: bool,
@@ -180,7 +195,7 @@ def _affine(
     sources = tuple([s for s in (w, b) if s is not None])
 
     def run(_: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
-        return normalize(input, weight, bias), (input,) if w is not None else ()
+        return normalize.output(input, weight, bias), (input,) if w is not None else ()
 
     if repeated:
         return call.run(Planned(sources, recipe, run), input, weight, bias)
@@ -193,7 +208,7 @@ class _Sums(Recipe):
     weight: tuple[int, ...] | None
     """Its shape, if a source."""
     bias: tuple[int, ...] | None
-    normalize: Normalize
+    normalize: Normalization
     moments: _Moments | None
     rank: int
     """Of a sample."""
@@ -210,7 +225,7 @@ class _Sums(Recipe):
         records: list[Record] = []
         if self.weight is not None:
             # In place: page faults of a fresh tensor cost more than the product.
-            records.append(self._reduced(self.normalize(wide(tensors[0]), None, None).mul_(g), self.weight))
+            records.append(self._reduced(self.normalize.output(wide(tensors[0]), None, None).mul_(g), self.weight))
         if self.bias is not None:
             records.append(self._reduced(g, self.bias))
         return records

@@ -212,7 +212,7 @@ def test_a_compiled_block_adds_few_guards(monkeypatch):
     monkeypatch.setattr(guards.CheckFunctionManager, "__init__", noting)
     ordinary, private = (count(3, clipped=clipped) - count(2, clipped=clipped) for clipped in (False, True))
     assert ordinary > 100  # guards are counted
-    assert private <= 2 * ordinary
+    assert private <= 2.5 * ordinary
 
 
 @pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
