@@ -21,7 +21,7 @@ from dpshard.backends.sharding import Unsharded
 from dpshard.backends.stage_shards import LateUnits, StageShards
 from dpshard.backends.stage_sums import SilentReducer, WholeSums
 from dpshard.backends.stages import OfStages, Stages
-from dpshard.errors import ConfigurationError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError
 
 
 def pipeline_backend(model: nn.Module, declared: DeclaredParts) -> Backend:
@@ -55,17 +55,13 @@ class StageSharding(OfStages, Unsharded):
     """Parameters of one stage; some sums come after backward, so all go to `.grad` directly."""
 
     accumulates = True
+    unclipped = (
+        "a gradient reached it that is not clipped. Use it only in the forward of this stage, and call "
+        "schedule.step(...)."
+    )
 
     def _parts_and_ranks(self, declared: DeclaredParts, data: Communicator) -> tuple[ModelParts, Any]:
         return Stages(declared[0], self.device, self.parameters), Grid
-
-    def _accumulated(self, name: str, _: object = None) -> None:
-        # Autograd calls this without a gradient, too.
-        if not self.guard.is_untouched(name):
-            raise UnsupportedParameterError(
-                f"{name}: a gradient reached it that is not clipped. Use it only in the forward of this stage, and "
-                f"call schedule.step(...)."
-            )
 
 
 class StageReplica(StageSharding):

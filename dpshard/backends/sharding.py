@@ -41,6 +41,8 @@ class Sharding(ABC):
     """True if a graph can be differentiated twice."""
     accumulates = True
     """True if autograd, or a framework in its hooks, adds to `.grad`; then `_accumulated` follows."""
+    unclipped: str | None = None
+    """What an error says of a gradient there, if clipped sums come by another way."""
 
     def __init__(self, core: nn.Module, outermost: nn.Module, parts: ModelParts | None = None) -> None:
         self.core, self.outermost, self.parts = core, outermost, parts
@@ -162,7 +164,11 @@ class Sharding(ABC):
             self.guard.refuse_hooks(name, parameter)
 
     def _accumulated(self, name: str, _: object = None) -> None:
-        self.guard.note(name)
+        if self.unclipped is None:
+            self.guard.note(name)
+        # Autograd, and FSDP, call this without a gradient, too.
+        elif not self.guard.is_untouched(name):
+            raise UnsupportedParameterError(f"{name}: {self.unclipped}")
 
     def _hooked(self) -> bool:
         if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:

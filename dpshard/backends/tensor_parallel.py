@@ -17,7 +17,7 @@ from dpshard.backends.grid import Grid
 from dpshard.backends.local import DirectReduction
 from dpshard.backends.model_parts import DeclaredParts, ModelParts
 from dpshard.backends.sharding import Unsharded
-from dpshard.errors import ConfigurationError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError
 from dpshard.names import canonical_name
 
 _PLACED = (
@@ -69,16 +69,12 @@ class PlacedSharding(Unsharded):
     """Parameters; some are DTensors."""
 
     accumulates = True
+    unclipped = "a gradient reached it that is not clipped."
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Shapes of the whole parameters."""
         return {name: p.shape for name, p in self.parameters.items()}
-
-    def _accumulated(self, name: str, _: object = None) -> None:
-        # Autograd calls this without a gradient, too.
-        if not self.guard.is_untouched(name):
-            raise UnsupportedParameterError(f"{name}: a gradient reached it that is not clipped.")
 
     def local(self, x: Tensor) -> Tensor:
         """Return this rank's part."""

@@ -240,7 +240,7 @@ class _StageEngine(CountingEngine):
 
 class _Alone(Unsharded):
     accumulates = True
-    _accumulated = StageSharding._accumulated
+    unclipped = StageSharding.unclipped
 
 
 class _StageBackend(Backend):

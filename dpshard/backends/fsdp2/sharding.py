@@ -19,11 +19,17 @@ from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
 from dpshard.backends.slices import Slices, crossing
-from dpshard.errors import ConfigurationError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError
 
 
 class FSDP2Sharding(Sharding):
     """Parameters that are DTensors, sharded over one dimension of a mesh."""
+
+    unclipped = (
+        "FSDP reduced a gradient that is not clipped. It comes from a backward under "
+        "set_requires_gradient_sync(False), or from a use of the parameter after unshard() or in a method of "
+        "register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
+    )
 
     def __init__(self, model: nn.Module, declared: DeclaredParts | None = None) -> None:
         super().__init__(model, model)
@@ -138,15 +144,6 @@ class FSDP2Sharding(Sharding):
     def tensors_of(self, name: str) -> Sequence[Tensor]:
         """See Sharding; FSDP may shard a parameter in several modules."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
-
-    def _accumulated(self, name: str, _: object = None) -> None:
-        # Called by autograd without a gradient, and by FSDP after it reduced one.
-        if not self.guard.is_untouched(name):
-            raise UnsupportedParameterError(
-                f"{name}: FSDP reduced a gradient that is not clipped. It comes from a backward under "
-                f"set_requires_gradient_sync(False), or from a use of the parameter after unshard() or in a method of "
-                f"register_fsdp_forward_method(). Call zero_grad(), and use parameters only in forward."
-            )
 
     # --- forward
 
