@@ -19,6 +19,11 @@ from dpshard.sampling.tokens import TokenStore
 from dpshard.sampling.units import CollatedRows, DrawnUnits, KeyedUnits, UnitTensors, are_plain
 
 
+def as_is(batch: Any) -> Any:
+    """Return what was read; workers pickle this function."""
+    return batch
+
+
 def load(
     dataset: Any,
     plans: Iterable[MicroBatchPlan],
@@ -43,9 +48,9 @@ def load(
         dataset, collate_fn = PlacedDocuments(dataset), collate_packed
     elif type(dataset) is TensorDataset and collate_fn is None:
         dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)
-        collate_fn = _as_is
+        collate_fn = as_is
     elif type(dataset) is TokenStore and collate_fn is None and rows_per_unit == 1:
-        dataset, collate_fn = _Sequences(dataset), _as_is
+        dataset, collate_fn = _Sequences(dataset), as_is
     else:
         units = isinstance(dataset, KeyedUnits)
         if units or rows_per_unit > 1:
@@ -210,7 +215,3 @@ class _OneByOne(Dataset):
 
     def __len__(self) -> int:
         return len(self._dataset)
-
-
-def _as_is(batch: Any) -> Any:
-    return batch

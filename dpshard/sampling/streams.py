@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
 from dpshard.errors import DataError
+from dpshard.sampling.loading import as_is
 from dpshard.sampling.participation import Fingerprints
 
 
@@ -48,7 +49,7 @@ class Stream:
         self._loader = DataLoader(
             stream,
             batch_size=None,
-            collate_fn=_as_is,
+            collate_fn=as_is,
             num_workers=num_workers,
             prefetch_factor=prefetch_factor,
             worker_init_fn=worker_init_fn,
@@ -85,10 +86,6 @@ class Stream:
 
 
 _END = object()
-
-
-def _as_is(sample: Any) -> Any:
-    return sample
 
 
 def fingerprints(samples: list[Any]) -> Fingerprints:
