@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
-class Watch(TorchDispatchMode):
+class CollectiveMode(TorchDispatchMode):
     """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` for DTensors.
 
     Leaves out operators among the ranks of a `known` group, or on DTensors of its mesh. `rows_only`: ranks with samples

@@ -140,14 +140,14 @@ def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
 
 @contextmanager
 def _watched(parts: KnownParts | None) -> Iterator[None]:
-    from dpshard.backends.collective_mode import Watch
+    from dpshard.backends.collective_mode import CollectiveMode
 
     stage = parts is not None and not parts.meets
     if not stage:
         _refuse_pipeline(_callers())
     known = [] if parts is None or stage else [(axis.group, axis.mesh) for axis in parts.axes]
     rows_only = parts is not None and parts.of_samples
-    with Watch(_refuse_mixing if rows_only else _refuse, known, rows_only=rows_only):
+    with CollectiveMode(_refuse_mixing if rows_only else _refuse, known, rows_only=rows_only):
         yield
 
 

@@ -43,7 +43,7 @@ def refuse_packed(dataset: Any) -> None:
         )
 
 
-class Documents(Dataset):
+class CollatedDocuments(Dataset):
     """Documents, each collated alone: ids [T_i], and all else with T_i values."""
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:

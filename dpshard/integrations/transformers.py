@@ -26,7 +26,7 @@ from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import require_supported, shard_on_cpu
-from dpshard.integrations.packed_documents import Documents, packing_of, refuse_packed
+from dpshard.integrations.packed_documents import CollatedDocuments, packing_of, refuse_packed
 from dpshard.integrations.token_losses import OWN_LOSS, learn_shift, logits_of, token_losses, uneven
 from dpshard.losses import packed_cross_entropy
 from dpshard.sampling import Packing, require_dataset
@@ -303,7 +303,7 @@ class _TrainerLoader:
         assert engine is not None
         packing, dataset, collate_fn = self._trainer._packing, self.dataset, self._collate_fn
         if packing is not None:
-            dataset, collate_fn = Documents(dataset, collate_fn), None
+            dataset, collate_fn = CollatedDocuments(dataset, collate_fn), None
         # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             batches = engine.batches(

@@ -22,7 +22,7 @@ from dpshard.applications.advice.starts import (
     Start,
     Task,
 )
-from dpshard.applications.advice.trade_offs import Budget, TradeOff, smallest_within, trade_offs
+from dpshard.applications.advice.trade_offs import Target, TradeOff, smallest_within, trade_offs
 from dpshard.config import BatchSchedule, ClippingStyle, require_choice, require_delta, require_positive
 from dpshard.errors import ConfigurationError
 
@@ -106,8 +106,8 @@ def advise(
     start = _start(task, pretrained)
     model = _model(start, task, model)
     limit = _limit(hours, samples_per_second)
-    budget = Budget(sample_size, float(target_epsilon), delta)
-    steps, rows, chosen, shortened = _fitting(start, budget, limit)
+    target = Target(sample_size, float(target_epsilon), delta)
+    steps, rows, chosen, shortened = _fitting(start, target, limit)
     return Advice(
         task=task,
         model=model,
@@ -177,15 +177,15 @@ def _limit(hours: float | None, samples_per_second: float | None) -> int | None:
 
 
 def _fitting(
-    start: Start, budget: Budget, limit: int | None
+    start: Start, target: Target, limit: int | None
 ) -> tuple[int, tuple[TradeOff, ...], TradeOff, tuple[Reason, ...]]:
-    rows = trade_offs(budget, start.steps)
+    rows = trade_offs(target, start.steps)
     chosen = smallest_within(rows, start.relative_noise)
     if limit is None or chosen.batch_size * start.steps <= limit:
         return start.steps, rows, chosen, ()
     steps = max(min(FEWEST_STEPS, limit), limit // chosen.batch_size)
     batch_size = min(chosen.batch_size, max(1, limit // steps))
-    rows = trade_offs(budget, steps, also=batch_size)
+    rows = trade_offs(target, steps, also=batch_size)
     chosen = next(row for row in rows if row.batch_size == batch_size)
     why = f"at equal compute, large batches beat many steps; batches shrink only at {FEWEST_STEPS} steps"
     return steps, rows, chosen, (Reason("hours", why, f"{LI}; the bound on steps: {SWEEP}"),)

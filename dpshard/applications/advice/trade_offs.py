@@ -35,8 +35,8 @@ class TradeOff:
 
 
 @dataclass(frozen=True, slots=True)
-class Budget:
-    """Samples and budget."""
+class Target:
+    """Samples, and the epsilon and delta to stay within."""
 
     sample_size: int
     target_epsilon: float
@@ -82,28 +82,28 @@ class Budget:
 
 
 @cache
-def largest_mu(budget: Budget) -> float:
+def largest_mu(target: Target) -> float:
     """Return one over sigma of one release about all samples within the budget."""
     low, high = 1e-6, 2e-6
-    while budget.log_overspend(budget.sample_size, 1, 1 / high) < 0:
+    while target.log_overspend(target.sample_size, 1, 1 / high) < 0:
         high *= 2
     for _ in range(40):  # the accountant has this case in closed form
         middle = (low + high) / 2
-        low, high = (middle, high) if budget.log_overspend(budget.sample_size, 1, 1 / middle) < 0 else (low, middle)
+        low, high = (middle, high) if target.log_overspend(target.sample_size, 1, 1 / middle) < 0 else (low, middle)
     return low
 
 
-def trade_offs(budget: Budget, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
+def trade_offs(target: Target, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
     """Return runs of `steps` steps, from half of the samples down, and `also` a batch."""
-    samples = budget.sample_size
+    samples = target.sample_size
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
-    least, found = budget.noise_multiplier(samples, 1) * math.sqrt(steps) / samples, []
+    least, found = target.noise_multiplier(samples, 1) * math.sqrt(steps) / samples, []
     before = ratio = 1.0
     sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
     for batch_size in sorted(sizes, reverse=True):
-        sigma = budget.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
+        sigma = target.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
         # The error of the central limit grows by more with each halving.
-        before, ratio = ratio, sigma / budget.central_limit(batch_size, steps)
+        before, ratio = ratio, sigma / target.central_limit(batch_size, steps)
         relative_noise = sigma / batch_size / least
         epochs = batch_size * steps / samples
         row = TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, relative_noise=relative_noise)

@@ -60,7 +60,7 @@ class Counts:
 
 
 @dataclass(slots=True)
-class Storage:
+class Memory:
     """Memory of a tensor."""
 
     nbytes: int
@@ -73,21 +73,21 @@ class Storage:
 class MemoryLog:
     """Changes of storages, whose parts become known late."""
 
-    entries: list[tuple[Storage | None, int]] = field(default_factory=list)
+    entries: list[tuple[Memory | None, int]] = field(default_factory=list)
     """Additional bytes; None is an event."""
 
-    def restart(self, live: Iterable[Storage]) -> None:
+    def restart(self, live: Iterable[Memory]) -> None:
         """Begin anew with the storages that live."""
         self.entries = []
         for storage in live:
             storage.recorded = storage.recorded if storage.recorded is None else -1
             self.entries.append((storage, storage.nbytes))
 
-    def add(self, storage: Storage, nbytes: int) -> None:
+    def add(self, storage: Memory, nbytes: int) -> None:
         """Note that a storage grew."""
         self.entries.append((storage, nbytes))
 
-    def record(self, storage: Storage) -> None:
+    def record(self, storage: Memory) -> None:
         """Note that a storage became a record."""
         storage.recorded = len(self.entries)
         self.entries.append((storage, 0))

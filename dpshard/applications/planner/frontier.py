@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from dpshard.applications.advice.trade_offs import Budget
+from dpshard.applications.advice.trade_offs import Target
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.config import is_count, require_positive, require_probability
 from dpshard.errors import ConfigurationError
@@ -73,7 +73,7 @@ def parse_means(text: str, seq: int | None = None) -> Means:
 def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = lambda _: None) -> list[Point]:
     """Return the runs of at least FEWEST_STEPS steps."""
     points, ratio = [], 1.0
-    budget = Budget(means.sample_size, means.epsilon, means.delta)
+    target = Target(means.sample_size, means.epsilon, means.delta)
     for parameters in SIZES:
         samples = means.samples(parameters, hardware)
         for batch in BATCHES:
@@ -81,7 +81,7 @@ def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = l
             if batch > means.sample_size / 2 or steps < FEWEST_STEPS:
                 continue
             report(f"noise of {steps:,} steps of {batch:,} samples")
-            sigma = budget.noise_multiplier(batch, steps, ratio)
-            ratio = sigma / budget.central_limit(batch, steps)
+            sigma = target.noise_multiplier(batch, steps, ratio)
+            ratio = sigma / target.central_limit(batch, steps)
             points.append(Point(parameters=parameters, batch_size=batch, steps=steps, noise_multiplier=sigma))
     return points

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpshard.applications.flops import FORMULAS
-from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETERS, RECORDS, Counts, MemoryLog, Storage
+from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETERS, RECORDS, Counts, Memory, MemoryLog
 from dpshard.applications.planner.timeline import Event
 from dpshard.errors import ConfigurationError
 
@@ -58,7 +58,7 @@ class Meter(TorchDispatchMode):
         self.waited: list[int] = []
         self._events: list[Event] = []
         self._log = MemoryLog()
-        self._live: dict[int, Storage] = {}
+        self._live: dict[int, Memory] = {}
 
     @property
     def counts(self) -> Counts:
@@ -161,20 +161,20 @@ class Meter(TorchDispatchMode):
     def _is_ours(self, x: Any) -> bool:
         return isinstance(x, FakeTensor) and x.fake_mode is self.fake
 
-    def _find(self, storage: torch.UntypedStorage, part: str) -> Storage:
+    def _find(self, storage: torch.UntypedStorage, part: str) -> Memory:
         key = storage._cdata
         known = self._live.get(key)
         if known is not None and known.reference is not None and known.reference() is not None:
             return known
         if known is not None:
             self._forget(key, known)
-        new = Storage(storage.nbytes(), part)
+        new = Memory(storage.nbytes(), part)
         new.reference = weakref.ref(storage, lambda _: self._forget(key, new))
         self._live[key] = new
         self._log.add(new, new.nbytes)
         return new
 
-    def _forget(self, key: int, storage: Storage) -> None:
+    def _forget(self, key: int, storage: Memory) -> None:
         if self._live.get(key) is storage:
             del self._live[key]
             self._log.add(storage, -storage.nbytes)

@@ -22,8 +22,8 @@ from dpshard.errors import ConfigurationError
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
-    """A model with inputs and loss."""
+class FakeModel:
+    """A model of fake parameters, with inputs and loss."""
 
     model: nn.Module
     blocks: list[nn.Module]
@@ -47,7 +47,7 @@ class Transformer:
     patch: int | None = None
     tied: bool = False
 
-    def build(self, *, seq: int | None, checkpointing: bool) -> Subject:
+    def build(self, *, seq: int | None, checkpointing: bool) -> FakeModel:
         """Build the model."""
         length, block = seq or self.seq, self.block(checkpointing=checkpointing)
         if self.patch is None:
@@ -61,7 +61,7 @@ class Transformer:
             ids_BT = torch.zeros(batch, length, dtype=torch.int64)
             return {"x": ids_BT}, ids_BT
 
-        return Subject(model, list(model.blocks), inputs, cross_entropy)
+        return FakeModel(model, list(model.blocks), inputs, cross_entropy)
 
     def block(self, *, checkpointing: bool) -> Callable[[], Block]:
         """Return what makes a block."""
@@ -126,7 +126,7 @@ class _ViT(nn.Module):
         return self.head(self.norm(h_BTD)[:, 0])
 
 
-def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
+def build(name: str, *, seq: int | None, checkpointing: bool) -> FakeModel:
     """Build a preset, or a transformers configuration hf:NAME_OR_PATH (name, folder, or JSON).
 
     Raises ConfigurationError.
@@ -137,7 +137,7 @@ def build(name: str, *, seq: int | None, checkpointing: bool) -> Subject:
     return PRESETS[name].build(seq=seq, checkpointing=checkpointing)
 
 
-def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subject:
+def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> FakeModel:
     require("transformers", "hf", f"model={name!r}")
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -173,7 +173,7 @@ def _from_transformers(name: str, seq: int | None, checkpointing: bool) -> Subje
         ids_BT = torch.zeros(batch, length, dtype=torch.int64)
         return {"input_ids": ids_BT, "use_cache": False}, ids_BT
 
-    return Subject(model.train(), blocks, inputs, cross_entropy)
+    return FakeModel(model.train(), blocks, inputs, cross_entropy)
 
 
 def _largest_list(model: nn.Module) -> list[nn.Module]:

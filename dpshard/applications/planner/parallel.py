@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils._python_dispatch import _disable_current_modes
 
-from dpshard.applications.planner.models import Subject
+from dpshard.applications.planner.models import FakeModel
 from dpshard.applications.transformer import GPT, Attention, Block
 from dpshard.backends import grid
 from dpshard.backends.communicator import Communicator
@@ -33,7 +33,7 @@ from dpshard.backends.model_parts import ModelParts
 from dpshard.errors import ConfigurationError
 
 
-def cut_model(subject: Subject, mesh: DeviceMesh, *, tp: int, cp: int) -> Subject:
+def cut_model(subject: FakeModel, mesh: DeviceMesh, *, tp: int, cp: int) -> FakeModel:
     """Return `subject` with its model cut over "tp" of `mesh`, or its samples over "cp".
 
     Raises ConfigurationError unless it is a GPT with a head of its own, and the ranks divide its sizes.

@@ -25,7 +25,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dpshard.applications.planner.counts import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts
 from dpshard.applications.planner.meter import Meter, UnreadValues
-from dpshard.applications.planner.models import Subject, Transformer, build
+from dpshard.applications.planner.models import FakeModel, Transformer, build
 from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes
 from dpshard.clipping.tape import Tape, Use
 from dpshard.config import parse_clipping_mode
@@ -169,7 +169,7 @@ class Simulation:
             _, targets = self.subject.inputs(1)
         self.positions = targets.numel() * setup.cp
 
-    def _build(self) -> Subject:
+    def _build(self) -> FakeModel:
         setup = self.setup
         if isinstance(setup.model, Transformer):
             return setup.model.build(seq=setup.seq, checkpointing=setup.checkpointing)
@@ -187,7 +187,7 @@ class Simulation:
             return init_device_mesh("cpu", (setup.ranks,), mesh_dim_names=("shard",))
         return init_device_mesh("cpu", (setup.data_ranks, setup.cp, setup.tp), mesh_dim_names=("shard", "cp", "tp"))
 
-    def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
+    def _shard(self, subject: FakeModel, mesh: Any) -> nn.Module:
         if self.setup.shard == "ddp":
             return _distributed_data_parallel(subject.model)
         policy = (

@@ -25,7 +25,7 @@ from dpshard import backends
 from dpshard.applications.planner.counts import Counts
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.meter import Meter
-from dpshard.applications.planner.models import Subject, Transformer, cross_entropy
+from dpshard.applications.planner.models import FakeModel, Transformer, cross_entropy
 from dpshard.applications.planner.parallel import cut_weights
 from dpshard.applications.planner.simulation import Clipping, CountingEngine, Setup, Simulation
 from dpshard.applications.planner.timeline import Event
@@ -147,7 +147,7 @@ class StageSimulation(Simulation):
         """Bytes received by a part."""
         return sum(x.nbytes for x in (self._received, self._gradient) if x is not None)
 
-    def _build(self) -> Subject:
+    def _build(self) -> FakeModel:
         setup, shape = self.setup, self._shape
         length, block = setup.seq or shape.seq, shape.block(checkpointing=setup.checkpointing)
         model = Stage(shape, length, block, first=self._first, last=self._last, hidden=self._hidden)
@@ -156,7 +156,9 @@ class StageSimulation(Simulation):
             ids_BT = torch.zeros(batch, length, dtype=torch.int64)
             return {"x": ids_BT if self._first else self._hidden_state(batch, length)}, ids_BT
 
-        return Subject(model, list(model.blocks), inputs, cross_entropy, loss_parallel if self._tp > 1 else nullcontext)
+        return FakeModel(
+            model, list(model.blocks), inputs, cross_entropy, loss_parallel if self._tp > 1 else nullcontext
+        )
 
     def _hidden_state(self, batch: int, length: int) -> Tensor:
         return torch.empty(batch, length // self._tp, self._shape.width, dtype=self._hidden)
@@ -164,7 +166,7 @@ class StageSimulation(Simulation):
     def _mesh(self) -> Any:
         return init_device_mesh("cpu", (self._tp,), mesh_dim_names=("tp",)) if self._tp > 1 else None
 
-    def _shard(self, subject: Subject, mesh: Any) -> nn.Module:
+    def _shard(self, subject: FakeModel, mesh: Any) -> nn.Module:
         if mesh is not None:
             assert isinstance(subject.model, Stage)
             cut_weights(subject.model, mesh)

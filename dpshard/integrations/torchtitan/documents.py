@@ -72,7 +72,7 @@ class Documents(BaseDataLoader):
         """Load nothing."""
 
 
-class Rows:
+class PaddedRows:
     """Collates documents as rows of one length."""
 
     def __init__(self, tokens: int) -> None:

@@ -26,7 +26,7 @@ from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError
 from dpshard.integrations.torchtitan.checkpoints import EngineState
 from dpshard.integrations.torchtitan.context import DocumentParts
-from dpshard.integrations.torchtitan.documents import Documents, Rows
+from dpshard.integrations.torchtitan.documents import Documents, PaddedRows
 from dpshard.integrations.torchtitan.model import prepared
 from dpshard.integrations.torchtitan.privacy import Privacy
 from dpshard.integrations.torchtitan.refusals import refuse_unsupported
@@ -86,7 +86,9 @@ class PrivateTrainer(Trainer):
         rows, per_row = self.config.training.local_batch_size, self.config.privacy.documents_per_row
         tokens, loader = self.config.training.seq_len, data_iterable.config
         options: Any = {name: getattr(loader, name) for name in ("num_workers", "pin_memory", "prefetch_factor")}
-        options |= {"collate_fn": Rows(tokens)} if per_row == 1 else {"packing": Packing(rows=rows, tokens=tokens)}
+        options |= (
+            {"collate_fn": PaddedRows(tokens)} if per_row == 1 else {"packing": Packing(rows=rows, tokens=tokens)}
+        )
         return self.engine.batches(data_iterable, rows * per_row, **options)
 
     def train_step(self, data_iterator: Iterator[Any]) -> None:

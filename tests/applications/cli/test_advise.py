@@ -13,7 +13,7 @@ from dpshard import PrivacyEngine, accounting, advise
 from dpshard.accounting import SampledMechanism, compute_epsilon
 from dpshard.applications.advice import advice as module
 from dpshard.applications.advice.starts import STARTS
-from dpshard.applications.advice.trade_offs import Budget, TradeOff, smallest_within
+from dpshard.applications.advice.trade_offs import Target, TradeOff, smallest_within
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
 
@@ -78,9 +78,9 @@ def test_a_batch_of_all_samples_has_the_least_noise_per_batch(tabular):
 def test_published_settings_lie_where_the_rule_says(monkeypatch, start, samples, batch_size, steps, epsilon, delta):
     """De et al. on CIFAR-10, Li et al. on SST-2: twice or half their batch is on the other side of the rule."""
     monkeypatch.setattr("dpshard.applications.advice.trade_offs.DRAFT", "rdp")  # quick
-    budget = Budget(samples, epsilon, delta)
-    least = budget.noise_multiplier(samples, 1) * steps**0.5 / samples
-    half, twice = (budget.noise_multiplier(size, steps) / size / least for size in (batch_size // 4, 2 * batch_size))
+    target = Target(samples, epsilon, delta)
+    least = target.noise_multiplier(samples, 1) * steps**0.5 / samples
+    half, twice = (target.noise_multiplier(size, steps) / size / least for size in (batch_size // 4, 2 * batch_size))
     assert half > STARTS[start].relative_noise > twice
 
 
