@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dpshard.interception.rows.between_parts import outputs_in_graph, refuse_between
-from dpshard.interception.rows.copies import Copies
 from dpshard.interception.rows.doubts import Doubt, Doubts
 from dpshard.interception.rows.fingerprints import Rows, Seen
 from dpshard.interception.rows.handed_out import repeats, transposed
+from dpshard.interception.rows.padding import Copies
 from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 

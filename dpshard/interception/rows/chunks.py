@@ -1,4 +1,4 @@
-"""Rows of a micro-batch that a schedule hands over in parts: together they must be its samples, in order."""
+"""Rows of a micro-batch that a schedule hands over in chunks: together they must be its samples, in order."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from dpshard.sampling import MicroBatchPlan
 
 
 class Together:
-    """Checks the inputs of all parts together, at the last one."""
+    """Checks the inputs of all chunks together, at the last one."""
 
     def __init__(self, plan: MicroBatchPlan, data: Any, count: int) -> None:
         self._plan, self._data, self._count = plan, data, count
         self._runs: dict[int, Run] = {}
 
     def add(self, index: int, run: Run, doubts: Doubts, *, mean: bool) -> None:
-        """Take the inputs of part `index`; LogicalBatchError if all together are not the samples."""
+        """Take the inputs of chunk `index`; LogicalBatchError if all together are not the samples."""
         self._runs[index] = run
         if len(self._runs) == self._count:
             RowIdentity(self._plan, self._data, doubts, mean=mean).enter(
@@ -33,7 +33,7 @@ class Together:
 
 
 class PartIdentity(RowIdentity):
-    """Watches one part of a micro-batch."""
+    """Watches one chunk of a micro-batch."""
 
     def __init__(
         self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool, index: int, together: Together
@@ -48,7 +48,7 @@ class PartIdentity(RowIdentity):
 
 
 def _joined(runs: Sequence[Run]) -> Run:
-    """Join inputs; one without samples in a part has none."""
+    """Join inputs; one without samples in a chunk has none."""
     first = runs[0]
     dims = tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*(run.dims for run in runs), strict=True))
     given = list(first.given)
