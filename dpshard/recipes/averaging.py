@@ -36,7 +36,7 @@ class WeightAverage:
                 "DeepSpeed's ZeRO-3 has partitioned the parameters, so no weights are here to average. Average the "
                 "checkpoints, or shard by FSDP2."
             )
-        self._average = {name: _wide(p).clone() for name, p in self._parameters.items()}
+        self._average = {name: _at_least_float32(p).clone() for name, p in self._parameters.items()}
         self._decay, self._updates = decay, 0
 
     @torch.no_grad()
@@ -44,7 +44,7 @@ class WeightAverage:
         """Add the current weights; call it after every step of the optimizer."""
         decay = min(self._decay, (1 + self._updates) / (10 + self._updates))
         for name, p in self._parameters.items():
-            self._average[name].lerp_(_wide(p), 1 - decay)
+            self._average[name].lerp_(_at_least_float32(p), 1 - decay)
         self._updates += 1
 
     @contextmanager
@@ -79,6 +79,6 @@ class WeightAverage:
         self._updates = state["updates"]
 
 
-def _wide(p: Tensor) -> Tensor:
+def _at_least_float32(p: Tensor) -> Tensor:
     """Fewer bits cannot hold a small change."""
     return p.detach().to(torch.promote_types(p.dtype, torch.float32))

@@ -65,9 +65,9 @@ class InputGradients:
         """Require gradients together, times `weight`, to be of each `watched` sample alone."""
         for i in self._places:
             dim = self._dims[i] or 0
-            rows = [_wide(single[i], dim) for single in singles]
+            rows = [_rows_in_double(single[i], dim) for single in singles]
             size = max((float(row.norm()) for row in rows if row is not None), default=0.0)
-            whole = _wide(together[i], dim)
+            whole = _rows_in_double(together[i], dim)
             for k, row in enumerate(rows):
                 each = 0 if row is None else len(row)
                 own = None if whole is None else whole.narrow(0, k * len(whole) // len(rows), len(whole) // len(rows))
@@ -86,5 +86,5 @@ class InputGradients:
                     )
 
 
-def _wide(x: Tensor | None, dim: int) -> Tensor | None:
+def _rows_in_double(x: Tensor | None, dim: int) -> Tensor | None:
     return None if x is None else x.detach().double().movedim(dim, 0)

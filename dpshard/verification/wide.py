@@ -51,7 +51,7 @@ class Doubled(TorchFunctionMode):
         """Run the function with float64 for float32."""
         if func is Tensor.float:
             func = Tensor.double
-        return func(*(_wide(x) for x in args), **{name: _wide(x) for name, x in (kwargs or {}).items()})
+        return func(*(_wider_dtype(x) for x in args), **{name: _wider_dtype(x) for name, x in (kwargs or {}).items()})
 
 
 def can_widen(repeated: RepeatedCall, owned: Any) -> bool:
@@ -105,7 +105,7 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
             buffer.data = buffer.data.float()
 
 
-def _wide(x: Any) -> Any:
+def _wider_dtype(x: Any) -> Any:
     return torch.float64 if x is torch.float32 else x
 
 
