@@ -1,6 +1,6 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` computes privacy loss distributions ("pld": tight; composed in convolution.py) and Renyi divergences
+`dp-accounting` computes privacy loss distributions ("pld": tight; composed in fourier.py) and Renyi divergences
 ("rdp": quick, looser). The central limit approximation ("gdp") is no upper bound.
 
 [Note: Discrete Gaussian noise under sampling]
@@ -40,7 +40,7 @@ from dp_accounting.rdp.rdp_privacy_accountant import compute_delta
 from numpy.typing import NDArray
 from scipy import optimize, special
 
-from dpshard.accounting import allocation, convolution, mixtures, simulation
+from dpshard.accounting import allocation, fourier, mixtures, simulation
 from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import require_probability
@@ -217,7 +217,7 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
     both = [_directions(release, relation, interval * coarseness) for release, _ in counts]
     # A step with equal directions has one.
     return max(
-        convolution.epsilon(
+        fourier.epsilon(
             [(losses[min(way, len(losses) - 1)], n) for losses, (_, n) in zip(both, counts, strict=True)],
             certain,
         )
@@ -285,11 +285,11 @@ def _interval(counts: Counts, delta: float) -> float | None:
 
 
 @lru_cache(maxsize=MAX_DISTINCT)
-def _directions(release: Release, relation: Relation, interval: float) -> tuple[convolution.Losses, ...]:
-    error = convolution.SINGLE_ERROR
+def _directions(release: Release, relation: Relation, interval: float) -> tuple[fourier.Losses, ...]:
+    error = fourier.SINGLE_ERROR
     if release.max_rows_per_unit > 1:
         error += mixtures.error(release, interval)
-    return convolution.directions(_single(release, relation, interval), error)
+    return fourier.directions(_single(release, relation, interval), error)
 
 
 def _single(release: Release, relation: Relation, interval: float) -> PrivacyLossDistribution:

@@ -20,7 +20,7 @@ from dpshard.accounting import (
     compute_epsilon,
     mixtures,
 )
-from dpshard.accounting.convolution import SINGLE_ABSOLUTE, SINGLE_ERROR
+from dpshard.accounting.fourier import SINGLE_ABSOLUTE, SINGLE_ERROR
 from dpshard.accounting.releases import relation_of
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError

@@ -13,8 +13,8 @@ import pytest
 from dp_accounting.pld import privacy_loss_distribution as distributions
 from scipy import fft
 
-from dpshard.accounting import Release, composition, convolution
-from dpshard.accounting.convolution import SINGLE_ABSOLUTE, SINGLE_ERROR, Losses
+from dpshard.accounting import Release, composition, fourier
+from dpshard.accounting.fourier import SINGLE_ABSOLUTE, SINGLE_ERROR, Losses
 from dpshard.errors import AccountingError
 
 
@@ -44,10 +44,10 @@ def exact_delta(total, first, interval, epsilon):
 def test_epsilon_is_a_bound_at_every_delta(sigma, q, steps, way):
     """Down to deltas where a plain transform in doubles, which errs by 1e-16, finds nothing."""
     step = distributions.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=0.1)
-    losses = convolution.directions(step)[way]
+    losses = fourier.directions(step)[way]
     total, first = exact_convolution(losses, steps)
     for delta in (0.5, 1e-3, 1e-6, 1e-10, 1e-14, *([1e-18] if way == 0 else [])):
-        epsilon = convolution.epsilon([(losses, steps)], delta)
+        epsilon = fourier.epsilon([(losses, steps)], delta)
         exact, nearby = (exact_delta(total, first, 0.1, e) + steps * losses.infinite for e in (epsilon, epsilon - 1e-6))
         assert exact <= delta
         assert epsilon == 0 or nearby > 0.99 * delta - 2 * steps * SINGLE_ABSOLUTE
@@ -65,13 +65,13 @@ def longer(masses, count):
 @pytest.mark.parametrize(("sigma", "q", "steps", "delta"), [(0.614, 5.7e-5, 100_000, 1.1e-10), (5.0, 0.3, 3000, 1e-13)])
 def test_rounding_is_bounded_and_small(sigma, q, steps, delta):
     step = distributions.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=1e-3)
-    losses = convolution.directions(step)[0]
-    tilt, first, length, order = convolution._window([(losses, steps)], delta)
-    composed = convolution._compose([(losses, steps)], tilt, first, length, order)
-    masses, _, _ = losses.tilted(tilt, length, convolution._gap(losses, order))
+    losses = fourier.directions(step)[0]
+    tilt, first, length, order = fourier._window([(losses, steps)], delta)
+    composed = fourier._compose([(losses, steps)], tilt, first, length, order)
+    masses, _, _ = losses.tilted(tilt, length, fourier._gap(losses, order))
     errors = composed.tilted - np.roll(longer(masses, steps), -(first % length))
     assert 1e-4 * composed.error < np.linalg.norm(errors) < composed.error
-    epsilon = convolution.epsilon([(losses, steps)], delta)
+    epsilon = fourier.epsilon([(losses, steps)], delta)
     charged = composed.error * float(composed._norms[np.searchsorted(composed.losses, epsilon)])
     assert charged + composed.above < 1e-3 * delta
     assert composed.relative < 1e-5
@@ -79,7 +79,7 @@ def test_rounding_is_bounded_and_small(sigma, q, steps, delta):
 
 def test_mass_above_the_window_is_charged():
     losses = Losses(1.0, -1, np.array([0.1, 0.4, 0.5]), 0.0)
-    composed = convolution._compose([(losses, 40)], 0.0, 0, 16, 1.0)
+    composed = fourier._compose([(losses, 40)], 0.0, 0, 16, 1.0)
     total, first = exact_convolution(losses, 40)
     assert sum(total[16 - first :]) > 0.1  # not in the window
     for epsilon in (0.0, 3.5, 12.5):
@@ -88,19 +88,19 @@ def test_mass_above_the_window_is_charged():
 
 def test_infinite_losses_are_charged():
     losses = Losses(0.5, 0, np.array([1 - 1e-6]), 1e-6)
-    assert convolution.epsilon([(losses, 10)], 0.99e-5) == math.inf
-    assert convolution.epsilon([(losses, 10)], 1.01e-5) == 0
+    assert fourier.epsilon([(losses, 10)], 0.99e-5) == math.inf
+    assert fourier.epsilon([(losses, 10)], 1.01e-5) == 0
 
 
 def test_distinct_steps_compose():
     """The order and the grouping of steps change nothing."""
     few, many = (
-        convolution.directions(composition._single(Release(s, 0.05, 1000), "add-or-remove-one", 1e-3))[0]
+        fourier.directions(composition._single(Release(s, 0.05, 1000), "add-or-remove-one", 1e-3))[0]
         for s in (1.0, 2.0)
     )
-    whole = convolution.epsilon([(few, 30), (many, 50)], 1e-9)
-    assert convolution.epsilon([(many, 20), (few, 30), (many, 30)], 1e-9) == pytest.approx(whole, rel=1e-9)
-    assert convolution.epsilon([(few, 30)], 1e-9) < whole
+    whole = fourier.epsilon([(few, 30), (many, 50)], 1e-9)
+    assert fourier.epsilon([(many, 20), (few, 30), (many, 30)], 1e-9) == pytest.approx(whole, rel=1e-9)
+    assert fourier.epsilon([(few, 30)], 1e-9) < whole
 
 
 def exact_step(q, sigma, epsilon, added):
@@ -131,7 +131,7 @@ def test_masses_of_one_step_are_as_exact_as_assumed(sigma, q, interval):
     """[Note: Tilted composition] assumes this of dp-accounting."""
     step = distributions.from_gaussian_mechanism(sigma, sampling_prob=q, value_discretization_interval=interval)
     with mpmath.workdps(50):
-        for added, losses in enumerate(convolution.directions(step)):
+        for added, losses in enumerate(fourier.directions(step)):
             for k in np.linspace(0, len(losses.masses) - 2, 25).astype(int):
                 distances = interval * np.arange(1, len(losses.masses) - k)
                 found = math.fsum(-np.expm1(-distances) * losses.masses[k + 1 :]) + losses.infinite
@@ -141,4 +141,4 @@ def test_masses_of_one_step_are_as_exact_as_assumed(sigma, q, interval):
 
 def test_another_dp_accounting_is_refused():
     with pytest.raises(AccountingError, match=r"dp-accounting 0\.6"):
-        convolution.directions(SimpleNamespace())
+        fourier.directions(SimpleNamespace())
