@@ -117,7 +117,7 @@ class BandMF:
 
 @lru_cache(maxsize=16)
 def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
-    """Return `correlation` with its coefficients for a run; see `sensitivity` for `separation`.
+    """Return `correlation` with its coefficients for a run; see `furthest_moves` for `separation`.
 
     Raises ConfigurationError for noise that grows from step to step.
     """
@@ -146,21 +146,17 @@ def _supported(correlation: BandedInverse | BandMF, steps: int) -> BandedInverse
     return correlation
 
 
-def sensitivity(strategy: Series, *, separation: int) -> float:
-    """Bound how far one sample moves C S, if its contributions of norm 1 are at least `separation` steps apart.
-
-    Raises ConfigurationError if the strategy overflows.
-    """
-    return float(_bounds(strategy, separation)[-1])
-
-
 @lru_cache(maxsize=16)
 def sensitivities(correlation: Correlation, steps: int, separation: int) -> Series:
-    """Return `sensitivity` of the first n rows of C S, n = 1, ..., `steps`."""
-    return _bounds(correlation.strategy(steps), separation)
+    """Return `furthest_moves` of a run of `steps` steps, [steps]."""
+    return furthest_moves(correlation.strategy(steps), separation)
 
 
-def _bounds(strategy: Series, separation: int) -> Series:
+def furthest_moves(strategy: Series, separation: int) -> Series:
+    """Bound how far one sample moves the first n rows of C S, for n = 1, ..., len(strategy).
+
+    Its contributions of norm 1 are at least `separation` steps apart. Raises ConfigurationError if a bound overflows.
+    """
     overlap = strategy[separation:].any()
     move = sum_of_columns(never_rising(strategy) if overlap else strategy, separation)
     with np.errstate(over="ignore", invalid="ignore"):

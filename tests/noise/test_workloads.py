@@ -7,9 +7,9 @@ import pytest
 from scipy.linalg import toeplitz
 
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import BandedInverse, BandMF, explicit, sensitivity
+from dpshard.noise.correlation import BandedInverse, BandMF, explicit
 from dpshard.noise.workloads import Workload, inverse
-from tests.noise.test_correlation import furthest
+from tests.noise.test_correlation import furthest, sensitivity
 
 WORKLOADS = [Workload(), Workload(momentum=0.9), Workload(momentum=0.5, decay=0.1), Workload(decay=0.05)]
 
