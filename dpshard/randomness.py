@@ -1,6 +1,5 @@
 """Keyed randomness: every draw is a function of the run secret and its purpose, never of global seeds.
 
-[Note: Keyed draws]
 A run owns one secret of 32 bytes from the operating system. Each purpose has a derived key: the noise of block 3 of
 "head.weight" at step 7, the batch of step 7. So draws are independent, and a repeated step draws the same batch on any
 number of ranks.

@@ -5,7 +5,6 @@ Let Q be N(0, sigma^2 I_T) in units of R. P adds 1 to coordinate I, uniform on t
 directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025, arXiv:2502.08202). In its first n
 steps, P adds 1 only if I < n.
 
-[Note: Convex order]
 Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey sticks are
 means of convex functions of A. Moving mass to its two neighbours on a grid, with the same mean, only raises these. So 2
 log2(T) sums on grids of log A give a dominating pair.

@@ -6,7 +6,6 @@ sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both dir
 (Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7). A distribution of larger k gives no smaller divergence (ibid.,
 Lemma 4.5). This covers smaller units, and mass that is moved to a larger k.
 
-[Note: An inexact edge]
 Delta at eps is P(x > t) - e^eps Q(x > t), if the loss at t is eps. The other direction is alike. dp-accounting finds t
 up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by at most G / sigma^2 a unit
 of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The density of a normal is at most z + 1

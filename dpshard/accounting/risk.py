@@ -1,11 +1,9 @@
 """A guarantee in odds: bounds on an attacker who asks whether one record was trained on.
 
-[Note: From epsilon and delta to odds]
 The attacker knows all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
 the outcome is in a set S. (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S))
 + delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383).
 
-[Note: Belief has a rarer bound]
 (epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. Let the privacy loss L be the
 log of the ratio by which a result moves the odds. Delta is at least E[(1 - e^(epsilon - L))+]. So by Markov's
 inequality, a loss above epsilon + t has probability at most delta / (1 - e^-t). With t = ln(10/9) that is 10 delta.

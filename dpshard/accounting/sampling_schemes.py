@@ -9,7 +9,6 @@ docs/accounting.md has the proofs.
 - "balls-in-bins": every sample is in one random step of each epoch, which is a release. With correlated noise it is the
   same step in all epochs, and the run is one release.
 
-[Note: Branches of a run]
 A run may go back to an earlier state, and continue with other sums and independent noise. Let D_n be the sensitivity of
 the first n rows. The tree of steps is one Gaussian mechanism with the root of the sum of D_n squared over the leaves
 (docs/accounting.md). A `Span` begins where a release does not follow the last one. So every leaf has one that ends with

@@ -1,8 +1,8 @@
 """Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
 
-[Note: Parts of terms] The ranks of one model are a grid: C groups of T. A rank's record is a term of a part of the
-sample's gradient. Terms over T, of normalisation, are added first, then those over C by a reduce-scatter. Squares of
-slices add up over C, those of parts over T; the first rank counts what all T hold.
+The ranks of one model are a grid: C groups of T. A rank's record is a term of a part of the sample's gradient. Terms
+over T, of normalisation, are added first, then those over C by a reduce-scatter. Squares of slices add up over C, those
+of parts over T; the first rank counts what all T hold.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """DistributedDataParallel: every rank holds the whole model, gradients are averaged as they arrive.
 
-[Note: Reduced or not] A script may keep DDP from reducing (`model.module(x)`, `no_sync()`, a late backward). Then
-`.grad` holds one rank's sums, W times too large for the noise. Reduced sums are bitwise equal on all ranks, so ranks
-compare the digests of their sums before the noise.
+A script may keep DDP from reducing (`model.module(x)`, `no_sync()`, a late backward). Then `.grad` holds one rank's
+sums, W times too large for the noise. Reduced sums are bitwise equal on all ranks, so ranks compare the digests of
+their sums before the noise.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
-[Note: Rows of other ranks' samples] An expert's records, norms and factors are of all ranks' W * B samples. A sample's
-gradient has other elements on each rank, so squared norms add up. All ranks get the same factors. An expert's clipped
-sum is complete on its rank. Rows that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken
-for own rows.
+An expert's records, norms and factors are of all ranks' W * B samples. A sample's gradient has other elements on each
+rank, so squared norms add up. All ranks get the same factors. An expert's clipped sum is complete on its rank. Rows
+that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken for own rows.
 """
 
 from __future__ import annotations

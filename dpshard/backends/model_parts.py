@@ -1,10 +1,9 @@
 """The ranks that hold the parts of one model. See also [Note: Norms of parts] in clipping/parts.py.
 
-[Note: Two kinds of ranks] Data ranks share the samples of a logical batch; model ranks share the model. Together they
-are a grid of all ranks. The sampler counts data ranks; secrets, verdicts and digests are those of all ranks. Model
-ranks add up a norm in one order, so its factor is bitwise equal. The digest has the sums of all parts, and whole sums
-once, so the noise is that of one process. Whole sums must have one digest on all model ranks: a gradient of only one is
-in no other norm.
+Data ranks share the samples of a logical batch; model ranks share the model. Together they are a grid of all ranks. The
+sampler counts data ranks; secrets, verdicts and digests are those of all ranks. Model ranks add up a norm in one order,
+so its factor is bitwise equal. The digest has the sums of all parts, and whole sums once, so the noise is that of one
+process. Whole sums must have one digest on all model ranks: a gradient of only one is in no other norm.
 """
 
 from __future__ import annotations

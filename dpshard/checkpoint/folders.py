@@ -1,8 +1,8 @@
 """Checkpoints on disk, with a digest of every file.
 
-[Note: Complete or not there] A checkpoint is written into `.step-N.partial`. After all ranks have flushed their files,
-rank 0 adds `manifest.json` with sizes and SHA-256. Then it renames the folder to `step-N`, which is atomic. Removal
-renames it back first. Partial folders are never read, and the next save removes them.
+A checkpoint is written into `.step-N.partial`. After all ranks have flushed their files, rank 0 adds `manifest.json`
+with sizes and SHA-256. Then it renames the folder to `step-N`, which is atomic. Removal renames it back first. Partial
+folders are never read, and the next save removes them.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The journal of a run: every release, written before it is used.
 
-[Note: What a crash forgets]
 A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
 ([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts all
 entries after its checkpoint; repeating one costs nothing more. The release of a truncated entry was not handed out.

@@ -1,6 +1,5 @@
 """Noisy scores on private validation samples: for early stopping, and to choose a checkpoint.
 
-[Note: What private scores cost]
 A score is the number of right answers on M validation samples plus Gaussian noise, over M. One sample moves the number
 by at most 1. K scores, each with noise sqrt(K) sigma, cost exactly one Gaussian release of sigma, also adaptively.
 Source: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a validation sample for the

@@ -1,6 +1,5 @@
 """Lightning: a callback that makes fitting private.
 
-[Note: Lightning on logical batches]
 The callback's loader yields logical batches, so Lightning's steps count releases; `training_step` runs once per
 micro-batch. Lightning runs the last backward, after a zero_grad that would discard clipped sums. So the callback calls
 zero_grad before the first micro-batch instead.

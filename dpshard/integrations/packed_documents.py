@@ -1,6 +1,5 @@
 """Packed rows for Trainers.
 
-[Note: Packing in a Trainer]
 A Trainer's own packing makes rows of several samples before sampling, and a row would be clipped as one sample. Here
 the collator sees one document at a time; engine.batches packs those that it draws.
 """

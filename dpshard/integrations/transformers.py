@@ -1,6 +1,5 @@
 """Hugging Face Trainer with private training: `PrivateTrainer`.
 
-[Note: Trainer on logical batches]
 One item of the train loader is one logical batch, so steps, logs, schedulers and checkpoints count releases. The
 Trainer's own clipping, division by tokens, and loss scaling would invalidate the accounting. They are switched off with
 a message, or refused.

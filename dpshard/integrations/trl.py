@@ -1,6 +1,5 @@
 """TRL's trainers with private training: `PrivateSFTTrainer`, `PrivateDPOTrainer`.
 
-[Note: Pairs]
 The unit of preference tuning is a pair. TRL's collator makes rows [2 m, L], all chosen ones first. Here a micro-batch
 has m samples [m, 2, L], whose two rows meet within the model that the engine sees. So a pair is clipped once.
 """

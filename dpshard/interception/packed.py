@@ -1,6 +1,5 @@
 """Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
 
-[Note: Tokens as rows]
 A token is a sample with one position: [R, T, ...] becomes [N, 1, ...], and the output goes back. Only shapes tell where
 tokens are, so verification/packed.py always compares units with each unit alone.
 """

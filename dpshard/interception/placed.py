@@ -1,6 +1,5 @@
 """Calls on DTensors, under torch's tensor and sequence parallelism.
 
-[Note: Placements of per-sample gradients]
 A record is made of this rank's parts of input a and output gradient g. It is a part, the whole, or a term of the
 sample's gradient (see [Note: Norms of parts] in clipping/parts.py):
 

@@ -1,16 +1,13 @@
 """Tracks the sample of each row after indexing by the data.
 
-[Note: Routed rows]
 A route starts where data index dimension 0 of a tensor with the rows of all samples. It continues through functions
 that make row n of the output from row n of the input only. It ends where rows return to sample order, or are added to
 rows of their own sample. Any other function loses rows out of order, and parameters refuse them.
 
-[Note: Packed sequences]
 Packing makes rows: step 0 of all samples, then step 1 of all that are as long. Padding returns columns of one sample
 each, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out of order may be permuted, packed, or read
 step by step.
 
-[Note: Rows on other ranks]
 Ranks with parts of one model may send each other rows by all_to_all_single, and their samples.
 """
 

@@ -1,6 +1,5 @@
 """One outermost call of a module, to repeat on some of its samples.
 
-[Note: Units]
 A sample is a unit of K = `rows_per_unit` adjacent rows. `Run.leaves` have dimensions of both, which only `Run.on`
 joins; see docs/architecture.md.
 """

@@ -1,8 +1,8 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
-[Note: Vectors kept] The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the
-last b - 1 vectors y of the rank's shards. The key of the newest identifies the path to its step. On another path, the
-ring runs through all steps again. So buffers are never saved, and fit any mesh.
+The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the last b - 1 vectors y
+of the rank's shards. The key of the newest identifies the path to its step. On another path, the ring runs through all
+steps again. So buffers are never saved, and fit any mesh.
 
 They round otherwise than vectors drawn again. The difference would show the rounding of the noise, so both must never
 have one key.

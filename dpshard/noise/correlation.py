@@ -1,11 +1,9 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
-[Note: A run as one Gaussian mechanism]
 Step t releases y_t = s_t + sum over j of w_j z_{t-j}, for the clipped sum s_t and independent noise z_t. So Y = S + W Z
 = W (C S + Z), where W and its inverse C are lower triangular and Toeplitz. C S + Z is a Gaussian mechanism, also if
 sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
-[Note: The sensitivity of a strategy]
 A sample takes part at steps at least b apart, with contributions of norm at most R. Let e_n be the largest |c_m| with m
 >= n, and E the Toeplitz matrix of e. The sample moves C S by at most R |E_0 + E_b + E_{2b} + ...|; docs/accounting.md
 has the proof. The first n rows move by at most these rows of the sum, of e for all steps. If c_n = 0 for n >= b,

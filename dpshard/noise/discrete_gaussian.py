@@ -1,6 +1,5 @@
 """Exact integers from the discrete Gaussian distribution, by random bits and integer arithmetic.
 
-[Note: The discrete Gaussian]
 An integer y has probability proportional to exp(-y^2 / (2 s^2)), here with s = 2^24 (Canonne et al. 2020,
 arXiv:2004.00010). Rejection samples it in array order (Karney 2016, arXiv:1303.6257, Algorithm D):
 1. |y| = k h + j, with a cell k of width h = s / 16 and a place j < h. Draw cells with probabilities proportional to
@@ -13,7 +12,6 @@ For 0 <= a < 1, toss coins of probability a, a / 2, a / 3, ... until one fails. 
 probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are
 below n with probability a. A coin of probability a / i also needs one of i equal chances.
 
-[Note: Cells by inversion]
 Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -
 1) and C(k). `decimal` gives any number of bits of C(k). If the first 64 bits of U equal those of a C(k), more bits
 decide.

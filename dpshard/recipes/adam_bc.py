@@ -1,6 +1,5 @@
 """Adam with the noise removed from its second moment.
 
-[Note: What noise does to Adam]
 A private gradient is g + z with z ~ N(0, s^2), so Adam's second moment v is about E[g^2] + s^2. If the noise exceeds
 the signal, Adam divides all elements by about s, as SGD with momentum would. AdamBC subtracts s^2, which is public.
 """

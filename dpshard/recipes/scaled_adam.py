@@ -1,6 +1,5 @@
 """Adam that scales gradients before clipping and noise: scale-then-privatise.
 
-[Note: Scaled parameters]
 Adam divides by the root of the second moment, which amplifies the noise of small elements. Scaling gradients by this
 factor s first moves clipping and noise into the geometry of Adam's steps. Training changes u in w = s u, whose gradient
 is s times that of w. The optimizer divides the private gradient by s, steps on w, and writes w = s' u'. Scales depend

@@ -1,6 +1,5 @@
 """Routed rows, as experts get them; `Call.samples` has the sample of each.
 
-[Note: Rules for routed rows]
 Rules by row treat rows as samples; `records.of_samples` assigns their records. Grouped products depend on where rows
 lie, so they have their own rule. An expert without rows has a gradient of zero, and noise like any other.
 """

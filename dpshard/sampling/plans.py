@@ -1,6 +1,5 @@
 """Draw logical batches, and divide them into micro-batches of one size on every rank.
 
-[Note: From a step to micro-batches]
 A step draws each sample independently with probability q = (expected batch size) / N: Poisson sampling. A cap then
 keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice.
 All ranks have K micro-batches, so none waits in a collective. An empty logical batch is a release like any other, so K

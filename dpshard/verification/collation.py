@@ -1,6 +1,5 @@
 """Verify that collate_fn treats samples separately.
 
-[Note: Other rows in a micro-batch]
 Half of the rows become copies of one sample; the other half must not change. Nothing is compared if generators end in
 other states. Rows may be sorted and padded; if lengths differ, only cuts are detected. Without random numbers, reversed
 units must give reversed output.

@@ -1,8 +1,8 @@
 """Change the inputs of some rows, and the order: outputs and losses of other rows must not move.
 
-[Note: Leave one out, or half] Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum
-of losses of single samples is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, so a
-gather of other ranks' rows shows.
+Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum of losses of single samples is
+additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, so a gather of other ranks' rows
+shows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """Remove the longest rows: less padding must not move the outputs of other rows.
 
-[Note: Lengths]
 If a scale follows the length (dynamic RoPE), one long document affects all others. So the longest rows go, with the
 columns at either end in which no integer input of another row changes. A mask must be 0 there. Without a mask, two rows
 or more must hold one id there.

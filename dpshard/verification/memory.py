@@ -1,6 +1,5 @@
 """Verify that a model keeps nothing of a sample for later samples.
 
-[Note: Memory]
 Run A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state dict
 publishes it. An attribute may differ until B overwrites it. B after A must equal B after A', and B first: globals and
 closures cannot be restored. Counters depend only on shapes.

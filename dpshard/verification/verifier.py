@@ -1,6 +1,5 @@
 """When to verify a model, and by which comparisons.
 
-[Note: When]
 At the first forward on every kind of input, and with more samples than before, up to 4. At steps 1, 2, 4, 8, ..., on a
 micro-batch that the run's key draws. And at the first change of an attribute, new longest length, label below 0, or
 position beyond the length.

@@ -1,6 +1,5 @@
 """Decide a failure in float32 by float64: rounding shrinks, a fault stays.
 
-[Note: One rank decides]
 Other ranks may have no failure, so a collective in forward ends the comparison, and the failure stands.
 """
 

@@ -1,6 +1,5 @@
 """Lower bounds on epsilon from the success of an attack.
 
-[Note: A bound from an attack]
 a is its false positive rate, b its false negative rate. (epsilon, delta)-DP implies a e^epsilon + b >= 1 - delta, and
 the same with a and b swapped. Upper bounds on both refute it, for all deltas together. A mu-GDP mechanism obeys the
 sharper mu >= Phi^-1(1 - a) - Phi^-1(b); Dong, Roth and Su 2022, arXiv:1905.02383.

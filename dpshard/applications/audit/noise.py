@@ -1,6 +1,5 @@
 """Tests that a release minus its clipped sum is the accounted noise.
 
-[Note: Tests of noise]
 Noise over its accounted deviation is standard normal, and independent. Tests share one probability of a false alarm
 (Bonferroni).
 - Deviation: sums of squares are chi-squared.

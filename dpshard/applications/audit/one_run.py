@@ -1,6 +1,5 @@
 """The one-run audit (docs/audit.md): Steinke, Nasr and Jagielski 2023, arXiv:2305.08846.
 
-[Note: Canaries]
 An excluded canary is a blank row, so the size reveals nothing. A gradient canary pulls only at its own number, so
 canaries do not disturb each other. An input canary pulls at the model's parameters; other samples are blanks, because
 thousands would drown it.

@@ -1,6 +1,5 @@
 """The two-distribution audit: tell trials with one sample from trials without it (docs/audit.md).
 
-[Note: The game]
 The adversary projects each release on the canary's clipped gradient, by parameter, in units of the noise at sigma = 1.
 A sound engine gives z_p ~ N(0 or r_p, sigma^2), with r of norm nearly 1. Statistics of a trial:
 - the likelihood ratio of a Poisson-sampled Gaussian, optimal against a sound engine;

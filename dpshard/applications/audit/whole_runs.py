@@ -1,6 +1,5 @@
 """The two-distribution audit of whole runs.
 
-[Note: The game of a whole run]
 A trial is a run under its own secret. The adversary multiplies the releases Y = S + W Z, in the canary's direction, by
 C = W^-1, and gets C S + Z. It projects on each column C_t where the canary may be. A sound engine gives noise of
 deviation sigma, and a shift of norm |C_t|.

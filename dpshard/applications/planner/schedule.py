@@ -1,6 +1,5 @@
 """The 1F1B schedule.
 
-[Note: 1F1B]
 A stage runs as many forwards as there are stages from it to the last. Backwards and forwards in turn follow, then the
 other backwards. A transfer begins when the sender has computed and the receiver is free.
 """

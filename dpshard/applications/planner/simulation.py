@@ -1,8 +1,7 @@
 """The real training step of one rank on fake tensors and a fake process group.
 
-[Note: What is real]
-All is, except verification, which needs values, and noise, which costs little. The counted step is not the first, which
-also creates optimizer states and probes batch dimensions.
+All is real, except verification, which needs values, and noise, which costs little. The counted step is not the first,
+which also creates optimizer states and probes batch dimensions.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
 """Two parts of a micro-batch on one stage of a pipeline of fake tensors.
 
-[Note: A stage by itself]
 The second part finds the gradients of the first, whose activations are gone. So memory at any point of a schedule is
 that of the second part, and what other parts hold. Groups that span stages are summed after the last part.
 
-[Note: Tensor parallelism in a stage]
-Under autocast hidden states are bfloat16, as in Megatron-LM; sums with float32 embeddings would be float32.
+With tensor parallelism, hidden states under autocast are bfloat16, as in Megatron-LM. Sums with float32 embeddings
+would be float32.
 """
 
 from __future__ import annotations

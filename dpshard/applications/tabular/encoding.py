@@ -1,6 +1,5 @@
 """Rows of a table as numbers for a network.
 
-[Note: What an encoder knows]
 It keeps names and kinds of columns, and private bounds. A kind that nobody gave is that of most cells, and counts as
 public. Cells that do not fit are missing.
 """

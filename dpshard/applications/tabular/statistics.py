@@ -6,7 +6,6 @@ columns at once, each by the sign of f(t) with Gaussian noise. A sample contribu
 where its cell is missing; a unit of several rows contributes their mean. So the vector of d columns moves by at most
 sqrt(d) max(p, 1 - p). The first bisection finds medians, the second the quantiles SPREAD of distances from them.
 
-[Note: One Gaussian release]
 Adaptive Gaussian mechanisms of noise multipliers sigma_r compose exactly to one of (sum of sigma_r^-2)^(-1/2): Dong et
 al. 2019, arXiv:1905.02383, Cor. 3.3. So 2 ROUNDS halvings of sqrt(2 ROUNDS) sigma are one release of sigma about all
 samples. Counts of classes are one more: a unit adds shares that sum to 1, so the vector moves by at most 1. With both,

@@ -1,6 +1,5 @@
 """Progress of a run within its logical batch.
 
-[Note: Opacus's loop on logical batches]
 Opacus's loop steps for each item of the loader. Here items are micro-batches, so step and zero_grad wait for the last
 one of the logical batch.
 """

@@ -1,8 +1,8 @@
 """torchtitan's Trainer with private training.
 
-[Note: A Trainer on logical batches] torchtitan's Trainer takes a mean over all tokens of a stream of rows. A
-PrivateTrainer draws documents. A step is a logical batch; a document's loss is the mean over its tokens. All else is
-torchtitan's own. What would change or hide gradients before the noise is refused by name.
+torchtitan's Trainer takes a mean over all tokens of a stream of rows. A PrivateTrainer draws documents. A step is a
+logical batch; a document's loss is the mean over its tokens. All else is torchtitan's own. What would change or hide
+gradients before the noise is refused by name.
 """
 
 from __future__ import annotations

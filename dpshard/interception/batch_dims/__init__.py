@@ -2,7 +2,6 @@
 
 docs/architecture.md explains why.
 
-[Note: Evidence for the batch dimension]
 If values decide a branch, sample 3 repeats sample 1, so both runs take it alike. If the data decides some calls, their
 arguments come from calls that both runs made, or are routed rows.
 """

@@ -1,6 +1,5 @@
 """Findings against a logical batch, raised before the noise at the latest.
 
-[Note: When a doubt raises]
 A rank that raises by itself leaves the others in a collective, and reading a flag waits for the accelerator. So only a
 single process on a CPU raises at once.
 """

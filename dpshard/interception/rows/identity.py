@@ -1,6 +1,5 @@
 """Checks that row i of a micro-batch remains row i between forwards.
 
-[Note: Rows are samples by their number]
 On the tape that all forwards of a micro-batch share, row i is sample i, or padding. A loop that sorts, shuffles or
 replaces rows breaks this. Rows of a unit must be adjacent, and padding rows equal the last sample in every input,
 except for rounding and earlier dropout. docs/architecture.md lists more evidence.
