@@ -16,17 +16,17 @@ TritonError = pytest.importorskip("triton.errors").TritonError
 
 @pytest.fixture
 def gpu():
-    """A machine with a GPU and Triton, and a stand-in for its trials."""
-    trial = SimpleNamespace(wrong_noise=mock.Mock(return_value=None), wrong_product=mock.Mock(return_value=None))
+    """A machine with a GPU and Triton, and a stand-in for the self-test."""
+    self_test = SimpleNamespace(wrong_noise=mock.Mock(return_value=None), wrong_product=mock.Mock(return_value=None))
     dispatch._runs.cache_clear()
     dispatch._multiplies.cache_clear()
     with (
         mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
         mock.patch.object(dispatch, "_is_installed", return_value=True),
-        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.self_test": trial}),
-        mock.patch.object(triton, "self_test", trial, create=True),
+        mock.patch.dict(sys.modules, {"dpshard.kernels.triton.self_test": self_test}),
+        mock.patch.object(triton, "self_test", self_test, create=True),
     ):
-        yield trial
+        yield self_test
     dispatch._runs.cache_clear()
     dispatch._multiplies.cache_clear()
 
@@ -58,7 +58,7 @@ def test_noise_that_differs_switches_kernels_off(gpu):
 
 
 def test_products_that_differ_are_left_to_torch_for_their_dtype(gpu):
-    """The trial of each dtype runs once, when its first product is asked for."""
+    """The self-test of each dtype runs once, when its first product is asked for."""
     gpu.wrong_product.side_effect = lambda device, dtype: "weighted_sum" if dtype == torch.float16 else None
     rows = torch.empty(2, 1, 16, 16, device="meta", dtype=torch.bfloat16)
     with mock.patch.object(dispatch, "run_on", return_value=True):

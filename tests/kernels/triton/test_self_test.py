@@ -16,7 +16,7 @@ def test_sound_kernels_pass(dtype):
     assert self_test.wrong_product(DEVICE, dtype) is None
 
 
-def test_trials_have_small_and_large_tiles():
+def test_the_self_test_has_small_and_large_tiles():
     ghost = {tiles.ghost_tile(B * G, T) for B, G, T, _, _ in self_test._SIZES}
     gradient = {max(tiles.gradient_tile(B * G, R, C)) for B, G, _, R, C in self_test._SIZES}
     assert {64, 128} <= ghost
