@@ -52,9 +52,9 @@ def _allocation_findings(drawn: list[NDArray[np.bool_]], epoch: int, *, one_draw
         found.append(_sure("a sample changes its step of the epoch", all((p == p[:1]).all() for p in places)))
         places = [p[:1] for p in places]
     every = np.concatenate(places)
-    for place in range(epoch):
-        p = _count("", every == place, 1 / epoch).log_p + math.log(epoch)
-        found.append(Finding("samples prefer a step of the epoch", min(0.0, p)))
+    found += [
+        _count("samples prefer a step of the epoch", every == place, 1 / epoch, alike=epoch) for place in range(epoch)
+    ]
     half = every.shape[1] // 2
     pairs = {
         "samples share their step": [every[:, :half] == every[:, half : 2 * half]],
@@ -77,9 +77,10 @@ def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
     everyone = np.concatenate(drawn)
     agree = q * q + (1 - q) ** 2
     found = [_count("samples are drawn too often or too rarely", everyone, q)]
-    for sample in range(n):
-        p = _count("", everyone[:, sample], q).log_p + math.log(n)
-        found.append(Finding(f"sample {sample} is drawn too often or too rarely", min(0.0, p)))
+    found += [
+        _count(f"sample {sample} is drawn too often or too rarely", everyone[:, sample], q, alike=n)
+        for sample in range(n)
+    ]
     for apart in (1, 2, 3, 4):
         pairs = [d[t] == d[t + apart] for d in drawn for t in range(len(d) - apart) if (t // apart) % 2 == 0]
         if pairs:
@@ -102,7 +103,8 @@ def draw_findings(drawn: list[NDArray[np.bool_]], q: float) -> list[Finding]:
     return found
 
 
-def _count(what: str, coins: NDArray[np.bool_], p: float) -> Finding:
+def _count(what: str, coins: NDArray[np.bool_], p: float, *, alike: int = 1) -> Finding:
+    """Test the number of heads, as one of `alike` tests."""
     heads, tosses = int(coins.sum()), coins.size
     tails = stats.binom.logcdf(heads, tosses, p), stats.binom.logsf(heads - 1, tosses, p)
-    return Finding(what, min(0.0, math.log(2) + float(min(tails))))
+    return Finding(what, min(0.0, math.log(2 * alike) + float(min(tails))))

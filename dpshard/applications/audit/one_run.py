@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from dpshard.applications.audit.bounds import REFUTED_BEYOND, Guesses, guess
 from dpshard.applications.audit.canary import JUST_BELOW, SampleLoss, named_parameters, norm_of, sample_gradient
-from dpshard.applications.audit.steps import log_likelihood_ratio, noise_unit
+from dpshard.applications.audit.steps import by_coin, noise_unit
 from dpshard.config import is_count
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
@@ -99,7 +99,7 @@ class GradientCanaries(_Scored):
         first = [mechanism.max_grad_norm / math.sqrt(groups)] * groups
         shift = min(self.pull, self._threshold(engine, self._next or first)) / unit
         self._next = tuple(engine.thresholds.values())
-        self.scores += log_likelihood_ratio(z_m, shift, q, max(mechanism.noise_multiplier, 1e-3))
+        self.scores += by_coin(q, (z_m - shift / 2) * shift / max(mechanism.noise_multiplier, 1e-3) ** 2)
 
 
 class InputCanaries(_Scored):

@@ -224,11 +224,14 @@ Chances = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """Ratios of trials [N] from those of steps [N, T]."""
 
 
+def by_coin(q: float, ratio: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return log ratios of a sample that is drawn with probability `q`, from those of a drawn one."""
+    return ratio if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + ratio)
+
+
 def by_coins(q: float) -> Chances:
     """Return ratios of a canary in each step with probability `q`."""
-    if q == 1:
-        return lambda ratio_NT: ratio_NT.sum(1)
-    return lambda ratio_NT: np.logaddexp(math.log1p(-q), math.log(q) + ratio_NT).sum(1)
+    return lambda ratio_NT: by_coin(q, ratio_NT).sum(1)
 
 
 def by_allocation(epoch: int, *, one_draw: bool) -> Chances:
@@ -252,11 +255,8 @@ class _Scores(NamedTuple):
     """The canary's part in z if it is drawn."""
 
     def likelihood(self, var_P: NDArray[np.float64], chances: Chances) -> NDArray[np.float64]:
-        weights_NTP = self.shift_NTP / var_P
-        var_NT = (weights_NTP * self.shift_NTP).sum(2)  # also the canary's part
-        # It tells nothing without the canary.
-        std_NT = np.sqrt(np.where(var_NT > 0, var_NT, 1.0))
-        return chances(log_likelihood_ratio((weights_NTP * self.z_NTP).sum(2), var_NT, 1.0, std_NT))
+        # A part of 0 tells nothing.
+        return chances(((self.z_NTP - self.shift_NTP / 2) * self.shift_NTP / var_P).sum(2))
 
     def spread(self) -> NDArray[np.float64]:
         return np.ptp((self.shift_NTP * self.z_NTP).sum(2), axis=1)
@@ -307,17 +307,6 @@ def judge(played: dict[float, Any], mechanism: Mechanism, chances: Chances) -> T
             best = promise, _count(out[head:], into[head:], threshold)
     assert best is not None
     return best[1]
-
-
-def log_likelihood_ratio(
-    z: NDArray[np.float64],
-    shift: NDArray[np.float64] | float,
-    q: float,
-    sigma: NDArray[np.float64] | float,
-) -> NDArray[np.float64]:
-    """Return log p(z with a sample that adds `shift` with probability `q`) - log p(z without)."""
-    drawn = (shift * z - np.square(shift) / 2) / sigma**2
-    return drawn if q == 1 else np.logaddexp(math.log1p(-q), math.log(q) + drawn)
 
 
 def _threshold(without: NDArray[np.float64], within: NDArray[np.float64]) -> tuple[float, float]:
