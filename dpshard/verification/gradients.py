@@ -94,9 +94,10 @@ def verify_gradients(
     repeated.state.rewind(repeated.draws)  # the last forward may have frozen parameters
     plain = {name: backend.tensors_of(name) for name, p in backend.parameters.items() if p.requires_grad}
     parameters = [x for tensors in plain.values() for x in tensors]
-    parts, of_samples = clipper.roots.parts, clipper.roots.parts is not None and clipper.roots.parts.of_samples
+    parts = clipper.roots.parts
     # Experts meet samples of all ranks.
-    turns = [float(rank == parts.rank) for rank in range(parts.size)] if parts is not None and of_samples else [1.0]
+    experts = parts if parts is not None and parts.of_samples else None
+    turns = [1.0] if experts is None else [float(rank == experts.rank) for rank in range(experts.size)]
     tolerance = tolerance_across_sizes(parameters, half=repeated.half)
     for objective in objectives:
         take = functools.partial(_together, repeated, clipper, objective, inputs, size=size)
@@ -113,8 +114,8 @@ def verify_gradients(
             places = [turn * n + chosen.index(i) for turn in range(len(turns)) for i in order]
             alone, watched = [singles[k] for k in places], [i != outlier for i in order] * len(turns)
             norms = found.norms
-            if parts is not None and of_samples:
-                norms = {i: parts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
+            if experts is not None:
+                norms = {i: experts.gather_samples(norm_B) for i, norm_B in sorted(norms.items())}
             verify_norms_and_sums(
                 found.sums, alone, norms, clipper, parameters, half=repeated.half, watched=watched, size=size
             )

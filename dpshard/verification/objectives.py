@@ -37,19 +37,17 @@ Objective = Callable[[Any, Sequence[int]], Tensor]
 """(output for some samples, their numbers) -> scalar."""
 
 
-def objectives(together: Any, alone: Any, chosen: Sequence[int], *, mean: bool) -> list[Objective]:
-    """Return the objectives, given outputs for `chosen` and for the first of them."""
-    n = len(chosen)
-    leaves = [i for i, x in enumerate(pytree.tree_leaves(together)) if isinstance(x, Tensor) and x.requires_grad]
+def objectives(together: Sequence[Any], alone: Sequence[Any], chosen: Sequence[int], *, mean: bool) -> list[Objective]:
+    """Return the objectives, given the leaves of outputs for `chosen` and for the first of them."""
+    leaves = [i for i, x in enumerate(together) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise VerificationError(NOTHING_TO_TRAIN)
-    pairs = {i: (pytree.tree_leaves(together)[i], pytree.tree_leaves(alone)[i]) for i in leaves}
     found: list[Objective] = [
-        lambda output, _samples, i=i: pytree.tree_leaves(output)[i] for i in leaves if pairs[i][0].dim() == 0
+        lambda output, _samples, i=i: pytree.tree_leaves(output)[i] for i in leaves if together[i].dim() == 0
     ]
-    wide = [i for i in leaves if pairs[i][0].dim() > 0]
+    wide = [i for i in leaves if together[i].dim() > 0]
     if wide:
-        seeds = _seeds([pairs[i][0] for i in wide], [pairs[i][1] for i in wide], n)
+        seeds = _seeds([together[i] for i in wide], [alone[i] for i in wide], len(chosen))
         place = {sample: i for i, sample in enumerate(chosen)}
 
         def along(output: Any, samples: Sequence[int]) -> Tensor:

@@ -138,7 +138,8 @@ def _part(run: PackedRun, x: Tensor, place: str, unit: int) -> Tensor:
     if place == "units":
         return x[unit]
     row, start, end = run.packed.places[unit]
-    return x[row, start:end] if place == "rt" else x.flatten(0, 0)[row * run.packed.shape[1] + start :][: end - start]
+    first = row * run.packed.shape[1]
+    return x[row, start:end] if place == "rt" else x[first + start : first + end]
 
 
 def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) -> list[Objective]:

@@ -199,15 +199,12 @@ class Verifier:
         verdict, draws = Verdict(self._ranks if together else None), AS_DRAWN if thorough else Draws.fresh(random)
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
             repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
-            double = functools.partial(self._packed_in_double, repeated)
+            double = functools.partial(self._agrees_in_double, repeated)
             verify_packed(repeated, sharding, self._clipper, random, double, thorough=thorough)
             repeated.draws = AS_DRAWN
             others = [run.with_contents(chosen[:1], shuffled)]
             counters = verify_memory(repeated, others, thorough=thorough)
         self._watch.accept(replay.parameters.model, counters)
-
-    def _packed_in_double(self, repeated: RepeatedCall, compare: Callable[..., None], found: Any) -> bool:
-        return can_widen(repeated, self._sharding) and self._agrees_in_double(repeated, found, compare)
 
     def _compare_gradients(
         self, repeated: RepeatedCall, found: Any, random: np.random.Generator, *, thorough: bool
@@ -230,8 +227,7 @@ class Verifier:
                 if (
                     not differs
                     or self._sharding.meeting is not None
-                    or not can_widen(repeated, self._sharding)
-                    or not self._agrees_in_double(repeated, found, compare)
+                    or not self._agrees_in_double(repeated, compare, found)
                 ):
                     raise
 
@@ -247,7 +243,9 @@ class Verifier:
             except VerificationError as error:
                 raise statistic_error(path, error) from error
 
-    def _agrees_in_double(self, repeated: RepeatedCall, found: Any, compare: Callable[..., None]) -> bool:
+    def _agrees_in_double(self, repeated: RepeatedCall, compare: Callable[..., None], found: Any) -> bool:
+        if not can_widen(repeated, self._sharding):
+            return False
         repeated.state.rewind(repeated.draws)
         one_rank = OnOneRank() if self._ranks.world_size > 1 else nullcontext()
         with widened(repeated, self._clipper) as (wide, parameters, clipper), one_rank:
