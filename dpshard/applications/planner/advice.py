@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dpshard.applications.planner.counts import RECORDS
+from dpshard.applications.planner.counts import RECORDS, Traffic
 from dpshard.applications.planner.estimates import GIB, Estimate, Plan
 
 HEAVY = 0.2
@@ -50,18 +50,18 @@ def _records(plan: Plan, private: list[Estimate]) -> list[str]:
         )
         end = "; activation checkpointing does not shrink them." if plan.setup.checkpointing else "."
         said.append(line + end)
+    if not heavy:
+        return []
     lighter = sorted((e for e in private if e not in heavy), key=lambda e: e.peak)
-    if heavy:
-        ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
-        if plan.micro_batch > 1:
-            ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
-        leaves = plan.spilled(heavy[0])
-        ways.append(
-            f'{heavy[0].label} with offload_records="auto" ({(heavy[0].peak - leaves) / GIB:.1f} GiB, and '
-            f"{leaves / GIB:.1f} GiB of records in the host's memory)"
-        )
-        said.append(f"Ways out: {'; '.join(ways)}.")
-    return said
+    ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
+    if plan.micro_batch > 1:
+        ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
+    leaves = plan.spilled(heavy[0])
+    ways.append(
+        f'{heavy[0].label} with offload_records="auto" ({(heavy[0].peak - leaves) / GIB:.1f} GiB, and '
+        f"{leaves / GIB:.1f} GiB of records in the host's memory)"
+    )
+    return [*said, f"Ways out: {'; '.join(ways)}."]
 
 
 def _extra_traffic(ordinary: Estimate, private: list[Estimate]) -> list[str]:
@@ -69,9 +69,8 @@ def _extra_traffic(ordinary: Estimate, private: list[Estimate]) -> list[str]:
     for estimate in private:
         differences = []
         for key in sorted(estimate.traffic.keys() | ordinary.traffic.keys()):
-            mine, theirs = estimate.traffic.get(key), ordinary.traffic.get(key)
-            calls = (mine.calls if mine else 0) - (theirs.calls if theirs else 0)
-            nbytes = (mine.nbytes if mine else 0) - (theirs.nbytes if theirs else 0)
+            mine, theirs = (e.traffic.get(key, Traffic(0, 0)) for e in (estimate, ordinary))
+            calls, nbytes = mine.calls - theirs.calls, mine.nbytes - theirs.nbytes
             if calls or nbytes:
                 differences.append(f"{calls:+d} {key[0]} ({nbytes:+,} bytes of {key[1]})")
         extras.setdefault(", ".join(differences) or "nothing", []).append(estimate.label)
