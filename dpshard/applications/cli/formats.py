@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +28,8 @@ HELP: dict[str, dict[str, dict[str, str]]] = yaml.safe_load((Path(__file__).pare
 
 def to_json(value: Any, indent: int | None = None) -> str:
     """Return `value` as strict JSON, with null for NaN and infinity."""
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    finite = json.loads(json.dumps(value), parse_constant=lambda name: None)
+    return json.dumps(finite, indent=indent, ensure_ascii=False, allow_nan=False)
 
 
 class Names(yaml.SafeLoader):

@@ -6,6 +6,7 @@ import copy
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,9 +46,9 @@ def build(name: str, data: Data, settings: TrainSettings) -> nn.Module:
         "cnn": lambda: CNN(shape[0], data.classes),
         "vit": lambda: VisionTransformer(shape, data.classes),
         "text": lambda: TextClassifier(length + 1, data.classes),
-        "bert": lambda: BERT(length + 1, data.classes),
+        "bert": lambda: TransformersModel(name, length + 1, data.classes),
         "gpt": lambda: gpt(length),
-        "gpt2": lambda: GPT2(length),
+        "gpt2": lambda: TransformersModel(name, length, VOCABULARY),
     }
     return builders[name]()
 
@@ -183,43 +184,33 @@ class VisionTransformer(nn.Module):
         return self.head(self.norm(x_BTD).flatten(1))
 
 
-class GPT2(nn.Module):
-    """Small, untrained GPT-2 of transformers, with tied embeddings."""
+class TransformersModel(nn.Module):
+    """Small, untrained GPT-2 or BERT of transformers, with tied embeddings."""
 
-    def __init__(self, length: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
+    def __init__(self, name: str, length: int, vocabulary: int) -> None:
         super().__init__()
-        require("transformers", "hf", "model='gpt2' (model='gpt' does not)")
-        from transformers import GPT2Config, GPT2LMHeadModel
+        require("transformers", "hf", f"model={name!r}" + (" (model='gpt' does not)" if name == "gpt2" else ""))
+        import transformers
 
-        config = GPT2Config(
-            vocab_size=VOCABULARY, n_positions=length, n_embd=width, n_layer=depth, n_head=heads,
-            resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=PAD, eos_token_id=PAD,
-        )  # fmt: skip
-        self.lm = GPT2LMHeadModel(config)
+        facts: dict[str, Any] = dict.fromkeys(_DROPOUTS[name], 0.0) | {"vocab_size": vocabulary}
+        facts |= {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+        facts |= {"max_position_embeddings": length, "bos_token_id": PAD, "eos_token_id": PAD}
+        if name == "bert":
+            facts |= {"intermediate_size": 256, "pad_token_id": PAD, "type_vocab_size": 1}
+        of_task = transformers.AutoModelForMaskedLM if name == "bert" else transformers.AutoModelForCausalLM
+        self.lm = of_task.from_config(transformers.AutoConfig.for_model(name, **facts))
 
     def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits [B, T, VOCABULARY] of the next token."""
-        return self.lm(input_ids=ids_BT, use_cache=False).logits
+        """Return logits [B, T, vocabulary]: of the next token by GPT-2, of the same positions by BERT."""
+        masked = self.lm.config.model_type == "bert"
+        more = {"attention_mask": (ids_BT != PAD).long()} if masked else {"use_cache": False}
+        return self.lm(input_ids=ids_BT, **more).logits
 
 
-class BERT(nn.Module):
-    """Small, untrained BERT of transformers, with tied embeddings."""
-
-    def __init__(self, length: int, vocabulary: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
-        super().__init__()
-        require("transformers", "hf", "model='bert'")
-        from transformers import BertConfig, BertForMaskedLM
-
-        config = BertConfig(
-            vocab_size=vocabulary, max_position_embeddings=length, hidden_size=width, intermediate_size=4 * width,
-            num_hidden_layers=depth, num_attention_heads=heads, pad_token_id=PAD, type_vocab_size=1,
-            hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-        )  # fmt: skip
-        self.lm = BertForMaskedLM(config)
-
-    def forward(self, ids_BT: Tensor) -> Tensor:
-        """Return logits [B, T, vocabulary] of the same positions."""
-        return self.lm(input_ids=ids_BT, attention_mask=(ids_BT != PAD).long()).logits
+_DROPOUTS = {
+    "gpt2": ("resid_pdrop", "embd_pdrop", "attn_pdrop"),
+    "bert": ("hidden_dropout_prob", "attention_probs_dropout_prob"),
+}
 
 
 class TextClassifier(nn.Module):

@@ -1,10 +1,10 @@
-"""Options of the command line for settings."""
+"""Options of the command line, with their texts in options.yaml."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import Field, fields
+from dataclasses import fields
 from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import typer
@@ -32,13 +32,27 @@ def options_of(
         parameters = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
         for panel, texts in HELP[section].items():
             for name, text in texts.items():
-                hint = Annotated[hints[name] | None, _option(own[name], hints[name], panel, text, recipes or {})]
-                kind = inspect.Parameter.KEYWORD_ONLY
+                choices = get_args(hints[name]) if get_origin(hints[name]) is Literal else ()
+                option = typer.Option(
+                    "--" + name.replace("_", "-"),  # without --no-...: flags are off by default
+                    help=f"{escape(text)} {_notes(name, own[name].default, choices, recipes or {})}",
+                    metavar="NAME" if choices else own[name].metadata.get("metavar"),
+                    rich_help_panel=panel,
+                )
+                hint, kind = Annotated[hints[name] | None, option], inspect.Parameter.KEYWORD_ONLY
                 parameters.append(inspect.Parameter(name, kind, default=None, annotation=hint))
         command.__signature__ = signature.replace(parameters=parameters)
         return command
 
     return decorated
+
+
+def _notes(name: str, default: Any, choices: tuple[str, ...], recipes: Mapping[str, Mapping[str, Any]]) -> str:
+    default = "none" if default is None else "off" if default is False else default
+    own = {task: recipe[name] for task, recipe in recipes.items() if name in recipe}
+    notes = [f"{task}: {'fits the data' if value is None else value}" for task, value in own.items()]
+    listed = f"One of {', '.join(choices)}. " if choices else ""
+    return f"{listed}[dim]\\[{'; '.join([f'default: {default}', *notes])}][/]"
 
 
 def described(section: str, **details: Mapping[str, Any]) -> Callable[[Command], Command]:
@@ -48,33 +62,16 @@ def described(section: str, **details: Mapping[str, Any]) -> Callable[[Command],
     """
     texts = {name: text for panel in HELP[section].values() for name, text in panel.items()}
 
-    def option(name: str) -> Any:
+    def option(parameter: inspect.Parameter) -> inspect.Parameter:
+        if (name := parameter.name) not in texts:
+            return parameter
         more = dict(details.get(name, {}))
-        return typer.Option(*more.pop("names", ()), help=texts[name], **more)
+        own = typer.Option(*more.pop("names", ()), help=texts[name], **more)
+        return parameter.replace(annotation=Annotated[parameter.annotation, own])
 
     def decorated(command: Command) -> Command:
         signature = inspect.signature(command, eval_str=True)
-        command.__signature__ = signature.replace(
-            parameters=[
-                p.replace(annotation=Annotated[p.annotation, option(p.name)]) if p.name in texts else p
-                for p in signature.parameters.values()
-            ]
-        )
+        command.__signature__ = signature.replace(parameters=[option(p) for p in signature.parameters.values()])
         return command
 
     return decorated
-
-
-def _option(setting: Field[Any], hint: Any, panel: str, text: str, recipes: Mapping[str, Mapping[str, Any]]) -> Any:
-    choices = get_args(hint) if get_origin(hint) is Literal else ()
-    default = "none" if setting.default is None else "off" if setting.default is False else setting.default
-    own = {task: r[setting.name] for task, r in recipes.items() if setting.name in r}
-    notes = [f"default: {default}"]
-    notes += [f"{task}: {'fits the data' if value is None else value}" for task, value in own.items()]
-    listed = f"One of {', '.join(choices)}. " if choices else ""
-    return typer.Option(
-        "--" + setting.name.replace("_", "-"),  # without --no-...: flags are off by default
-        help=f"{escape(text)} {listed}[dim]\\[{'; '.join(notes)}][/]",
-        metavar="NAME" if choices else setting.metadata.get("metavar"),
-        rich_help_panel=panel,
-    )

@@ -16,12 +16,12 @@ import pytest
 from typer.testing import CliRunner
 
 from dpshard.accounting import rounded_up
-from dpshard.applications.cli import app, privacy_report, report_page
+from dpshard.applications.cli import app, privacy_report
 from tests.applications.cli.conftest import QUICK, no_pictures
 
 pytestmark = pytest.mark.usefixtures("coarse_losses")
 
-CLI = Path(report_page.__file__).parent
+CLI = Path(privacy_report.__file__).parent
 MORE = "--max-batch-size auto --clipping-quantile 0.5".split()
 
 
@@ -145,16 +145,16 @@ def test_a_resumed_run_may_print_less(dpshard, run, tmp_path):
 
 
 def test_figures_of_page_one_are_rounded_against_us():
-    odds = report_page.odds({"epsilon": 3.0, "delta": 1e-5, "profile": [[1.0, 0.01]]})
+    odds = privacy_report.odds({"epsilon": 3.0, "delta": 1e-5, "profile": [[1.0, 0.01]]})
     # (e + 0.01) / (1 + e) = 0.7338; e * 0.01 + 0.01 = 0.0372; 10/9 e^3 = 22.32, 1 / (1 + 9/10 e^-3) = 0.95712
-    assert [report_page.of_100(odds[name]) for name in ("guess", "found")] == ["74 of 100", "4 of 100"]
-    assert report_page.odds_after(odds["loss"], 0.5) == "95.8% (22.4 to 1)"
+    assert [privacy_report.of_100(odds[name]) for name in ("guess", "found")] == ["74 of 100", "4 of 100"]
+    assert privacy_report.odds_after(odds["loss"], 0.5) == "95.8% (22.4 to 1)"
     # 22.32 / 9 = 2.4799, 2.4799 / 3.4799 = 0.71263
-    assert report_page.odds_after(odds["loss"], 0.1) == "71.3% (2.5 to 1)"
+    assert privacy_report.odds_after(odds["loss"], 0.1) == "71.3% (2.5 to 1)"
     # The least of 1 - ln(1 - 0.01 / 0.05) = 1.22314 and 3 - ln(1 - 1e-5 / 0.05): odds of 3.39785
-    assert [report_page.percent(odds[f"usual_{prior}"]) for prior in ("half", "tenth")] == ["77.3%", "27.5%"]
-    assert [report_page.one_in(x) for x in (odds["rare"], 1e-5)] == ["10,000", "100,000"]
-    assert report_page.short(1000 * odds["rare"], 1) == "0.1"
+    assert [privacy_report.percent(odds[f"usual_{prior}"]) for prior in ("half", "tenth")] == ["77.3%", "27.5%"]
+    assert [privacy_report.one_in(x) for x in (odds["rare"], 1e-5)] == ["10,000", "100,000"]
+    assert privacy_report.short(1000 * odds["rare"], 1) == "0.1"
 
 
 @pytest.mark.parametrize(
@@ -162,15 +162,15 @@ def test_figures_of_page_one_are_rounded_against_us():
     [(1, "50.0% (1.0 to 1)"), (9, "90.0% (9.0 to 1)"), (0.55, "35.5% (1 to 1.8)"), (1e20, "100.0% (1.0e+20 to 1)")],
 )
 def test_odds_for_and_against(odds, shown):
-    assert report_page.odds_after(math.log(odds), 0.5) == shown
-    assert report_page.odds_after(math.log(9 * odds), 0.1) == shown
+    assert privacy_report.odds_after(math.log(odds), 0.5) == shown
+    assert privacy_report.odds_after(math.log(9 * odds), 0.1) == shown
 
 
 def test_two_records_of_a_person():
     # delta (1 + e^3) = 2.1086e-4; e^30 delta is beyond 1
-    of_two = [report_page.odds({"epsilon": epsilon, "delta": 1e-5})["of_two"] for epsilon in (3.0, 30.0)]
-    assert [report_page.short(delta, 2) for delta in of_two] == ["0.00022", "1"]
-    assert (report_page.short(6.0), report_page.plain(1e-5)) == ("6", "0.00001")
+    of_two = [privacy_report.odds({"epsilon": epsilon, "delta": 1e-5})["of_two"] for epsilon in (3.0, 30.0)]
+    assert [privacy_report.short(delta, 2) for delta in of_two] == ["0.00022", "1"]
+    assert (privacy_report.short(6.0), privacy_report.plain(1e-5)) == ("6", "0.00001")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_units_are_named_and_counted(dpshard, tmp_path):
      (0.0, "strong", "0.0%"), (1e9, "weak", "100.0%")],
 )  # fmt: skip
 def test_bands_of_the_scale(epsilon, band, place):
-    assert report_page.strength(epsilon) == {"band": band, "place": place}
+    assert privacy_report.strength(epsilon) == {"band": band, "place": place}
 
 
 def test_what_identifies_stays_out_of_a_public_page(dpshard, run):

@@ -10,10 +10,9 @@ from torch.utils.data import TensorDataset
 
 from dpshard.accounting import rounded_up
 from dpshard.applications.cli.data import IGNORED, Data, Kind
-from dpshard.applications.cli.progress import TrainingProgress
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import resolve
-from dpshard.applications.cli.training import Run, draw_seed, pick_device, sample_losses
+from dpshard.applications.cli.training import Run, TrainingProgress, draw_seed, pick_device, sample_losses
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
 
