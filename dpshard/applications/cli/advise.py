@@ -16,7 +16,7 @@ from dpshard.applications.cli.options import described
 from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
-    from dpshard.applications.advice import Advice, TradeOff
+    from dpshard.applications.advice import Advice
 
 
 @described(
@@ -58,7 +58,7 @@ def command(
             samples_per_second=samples_per_second,
         )
     if as_json is not None:
-        write_json(as_json, _figures(advice), public=True)
+        write_json(as_json, asdict(advice) | {"command": advice.command(), "code": advice.code()}, public=True)
     if plot is not None:
         draw(advice, plot)
     _print(advice)
@@ -90,18 +90,14 @@ def _print(advice: Advice) -> None:
 def _start(advice: Advice) -> Iterator[tuple[str, str]]:
     momentum = f", momentum {advice.momentum:g}" if advice.optimizer == "sgd" else ""
     yield "batch", f"{advice.batch_size:,} samples, expected"
-    yield "steps", f"{advice.steps:,} ({advice.epochs:.3g} epochs){_time(advice, advice.epochs)}"
+    hours = "" if (time := _hours(advice, advice.epochs)) is None else f", {time:.3g} hours"
+    yield "steps", f"{advice.steps:,} ({advice.epochs:.3g} epochs){hours}"
     yield "clipping", f"{advice.clipping_fn}, threshold {advice.max_grad_norm:g}, {advice.clipping_style}"
     yield "optimizer", f"{advice.optimizer}{momentum}"
     yield "learning rate", f"{advice.learning_rate:g}, {advice.lr_schedule}"
     yield "model", f"{advice.model}{', public weights' if advice.pretrained else ''}"
     yield "trains", advice.trains
     yield "noise", f"σ = {advice.noise_multiplier:.4g}, from the budget"
-
-
-def _time(advice: Advice, epochs: float) -> str:
-    hours = _hours(advice, epochs)
-    return "" if hours is None else f", {hours:.3g} hours"
 
 
 def _hours(advice: Advice, epochs: float) -> float | None:
@@ -116,25 +112,17 @@ def _trade_offs(advice: Advice) -> Table:
         table.add_column(name, justify="right")
     for row in advice.trade_offs:
         hours = [] if (time := _hours(advice, row.epochs)) is None else [f"{time:.3g}"]
-        chosen = row.batch_size == advice.batch_size
-        table.add_row(*_cells(row), *hours, style="bold green" if chosen else "")
+        noise = f"{row.noise_multiplier:.4g}", f"{row.noise_per_batch:.3g}", f"{row.relative_noise:.2f}"
+        style = "bold green" if row.batch_size == advice.batch_size else ""
+        table.add_row(f"{row.batch_size:,}", *noise, f"{row.epochs:.3g}", *hours, style=style)
     table.caption = "The least has all samples in every batch."
     return table
-
-
-def _cells(row: TradeOff) -> list[str]:
-    noise = f"{row.noise_multiplier:.4g}", f"{row.noise_per_batch:.3g}"
-    return [f"{row.batch_size:,}", *noise, f"{row.relative_noise:.2f}", f"{row.epochs:.3g}"]
 
 
 def _table(title: str, first: str, **column: Any) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, show_edge=False)
     table.add_column(first, no_wrap=True, **column)
     return table
-
-
-def _figures(advice: Advice) -> dict[str, Any]:
-    return asdict(advice) | {"command": advice.command(), "code": advice.code()}
 
 
 def draw(advice: Advice, path: Path) -> None:

@@ -193,7 +193,9 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
             continue
         result = figures[key]
         if key == "releases":
-            how = f"sigma = {result['noise_multiplier']:.4g}, {result['tests']} tests of {_tested(result)}"
+            sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
+            tested = f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
+            how = f"sigma = {result['noise_multiplier']:.4g}, {result['tests']} tests of {tested}"
             found.append(Attack(name, how, "", "", "", "", bool(result["refuted"]), result["fault"] or ""))
             continue
         found.append(
@@ -208,11 +210,6 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
             )
         )
     return found
-
-
-def _tested(result: Mapping[str, Any]) -> str:
-    sums = f"the sums of {result['samples']} samples and " if result["samples"] else ""
-    return f"{sums}the noise of {result['elements']:,} elements in {result['steps']} steps"
 
 
 def _how(result: Mapping[str, Any]) -> str:

@@ -10,12 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpshard import PrivacyEngine
 from dpshard.applications.audit import (
     Canaries,
     GradientCanaries,
     InputCanaries,
-    StepsAudit,
     audit_releases,
     audit_runs,
     audit_steps,
@@ -24,7 +22,7 @@ from dpshard.applications.audit import (
 )
 from dpshard.applications.audit.canary import norm_of, sample_gradient
 from dpshard.applications.audit.releases import SIGMA
-from dpshard.applications.cli.data import BYTES, Data, Kind, size
+from dpshard.applications.cli.data import BYTES, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.sharding import shard
 from dpshard.applications.cli.training import Run, build_model, draw_seed, own_device
@@ -94,25 +92,33 @@ def audit_game(
     device = own_device(settings, ranks)
     model = _awake(build_model(settings, data, device, ranks))
     canary_x, canary_y = _longest(model, *odd_samples(data, CANDIDATES))
-    first = [data.train[i % size(data.train)] for i in range(game.rows - 1)]
+    first = [data.train[i % len(data.train)] for i in range(game.rows - 1)]
     x = torch.stack([*(torch.as_tensor(x) for x, _ in first), canary_x])
     y = torch.stack([*(torch.as_tensor(y) for _, y in first), canary_y])
     # Each group has two turns.
     options = _of_engine(settings, device, game.steps // (2 if settings.sampling == "cyclic-poisson" else 1))
-    audit = (audit_steps if settings.sampling == "poisson" else audit_runs)(
-        model,
-        x,
-        y,
-        sample_losses,
-        trials=trials,
-        steps=game.steps,
-        batch_size=game.batch_size,
-        micro_batch_size=game.micro_batch_size,
-        noise_multiplier=game.noise_multiplier,
-        on_step=on_step,
-        **options,
-    )
-    return step_figures(audit, settings.target_delta, confidence)
+    names = ("steps", "batch_size", "micro_batch_size", "noise_multiplier")
+    options |= {name: getattr(game, name) for name in names} | {"trials": trials, "on_step": on_step}
+    attack = audit_steps if settings.sampling == "poisson" else audit_runs
+    audit = attack(model, x, y, sample_losses, **options)
+    played, delta = audit.trials, settings.target_delta
+    return {
+        "lower_bound": audit.lower_bound(delta, confidence),
+        "accounted": audit.accounted(delta),
+        "delta": delta,
+        "confidence": confidence,
+        "noise_multiplier": audit.mechanism.noise_multiplier,
+        "steps": audit.steps,
+        "sampling": audit.mechanism.sampling,
+        "batch_size": audit.mechanism.schedule[0],
+        "sample_size": audit.mechanism.sample_size,
+        "false_positives": played.false_positives,
+        "false_negatives": played.false_negatives,
+        "trials": played.within + played.without,
+        "mu_lower_bound": played.mu(confidence),
+        "mu_accounted": audit.accounted_mu,
+        "refuted": audit.refuted_at() is not None,
+    }
 
 
 def audit_all_releases(
@@ -126,15 +132,8 @@ def audit_all_releases(
         # Biases have most of a small input's gradient.
         sizes = torch.tensor(INPUT_SIZES).repeat(len(x))[: len(x)]
         x = x * sizes.view(-1, *[1] * (x.ndim - 1))
-    audit = audit_releases(
-        model,
-        x,
-        y,
-        sample_losses,
-        steps=steps,
-        on_step=on_step,
-        **_of_engine(settings, device, steps // 2),
-    )
+    options = _of_engine(settings, device, steps // 2)
+    audit = audit_releases(model, x, y, sample_losses, steps=steps, on_step=on_step, **options)
     fault = audit.fault
     return {
         "fault": None if fault is None else fault.what,
@@ -152,28 +151,6 @@ def _of_engine(settings: TrainSettings, device: torch.device, most_bands: int) -
     if kept["noise_correlation"] is not None:
         kept["noise_correlation"] = replace(kept["noise_correlation"], bands=_bands(settings, most_bands))
     return {"prepare": lambda model: shard(model, settings, device).model} | kept
-
-
-def step_figures(audit: StepsAudit, delta: float, confidence: float) -> dict[str, Any]:
-    """Return plain values."""
-    trials = audit.trials
-    return {
-        "lower_bound": audit.lower_bound(delta, confidence),
-        "accounted": audit.accounted(delta),
-        "delta": delta,
-        "confidence": confidence,
-        "noise_multiplier": audit.mechanism.noise_multiplier,
-        "steps": audit.steps,
-        "sampling": audit.mechanism.sampling,
-        "batch_size": audit.mechanism.schedule[0],
-        "sample_size": audit.mechanism.sample_size,
-        "false_positives": trials.false_positives,
-        "false_negatives": trials.false_negatives,
-        "trials": trials.within + trials.without,
-        "mu_lower_bound": trials.mu(confidence),
-        "mu_accounted": audit.accounted_mu,
-        "refuted": audit.refuted_at() is not None,
-    }
 
 
 def audit_run(
@@ -207,10 +184,6 @@ def audit_run(
         sharded.step()
         run.scheduler.step()
         on_step(engine.steps)
-    return _run_figures(canaries, engine, kind, confidence)
-
-
-def _run_figures(canaries: Canaries, engine: PrivacyEngine, kind: str, confidence: float) -> dict[str, Any]:
     delta, guesses = engine.mechanism.target_delta, canaries.guesses()
     return {
         "lower_bound": guesses.epsilon(delta, confidence),
@@ -230,7 +203,7 @@ def _run_figures(canaries: Canaries, engine: PrivacyEngine, kind: str, confidenc
 def odd_samples(data: Data, count: int) -> tuple[Tensor, Tensor]:
     """Return shuffled values of samples, or random bytes, with random labels."""
     generator = torch.Generator().manual_seed(0)
-    like = [torch.as_tensor(data.train[i % size(data.train)][0]) for i in range(count)]
+    like = [torch.as_tensor(data.train[i % len(data.train)][0]) for i in range(count)]
     if data.kind in (Kind.LANGUAGE, Kind.MASKED):
         ids = torch.randint(BYTES, (count, len(like[0]) + 1), generator=generator)
         return ids[:, :-1], ids[:, 1:]

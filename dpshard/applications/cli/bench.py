@@ -62,15 +62,9 @@ def command(
     if threads is not None:
         torch.set_num_threads(threads)
     clippings = list(dict.fromkeys(chosen)) or list(DEFAULT_CLIPPINGS)
-    with console.progress("measuring", steps_of(clippings, rounds, compiled=compile, memory=memory)) as advance:
-        comparison = compare(
-            subject,
-            clippings=clippings,
-            rounds=rounds,
-            compiled=compile,
-            memory=memory,
-            on_step=advance,
-        )
+    how: Any = {"compiled": compile, "memory": memory}
+    with console.progress("measuring", steps_of(clippings, rounds, **how)) as advance:
+        comparison = compare(subject, clippings=clippings, rounds=rounds, on_step=advance, **how)
     advice = advise(comparison)
     if as_json is not None:
         write_json(as_json, _figures(comparison, advice), public=True)
@@ -83,9 +77,7 @@ def _print(comparison: Comparison, advice: list[str]) -> None:
         f"A step on {comparison.rows} samples, {comparison.parameters:,} trained parameters, on {comparison.device}; "
         f"{first.seconds.count} rounds"
     )
-    table = console.plain_table()
-    for name in ("", "ms", "time", "quartiles", "MiB", "memory", "FLOPs"):
-        table.add_column(name, justify="right" if name else "left", no_wrap=True)
+    table = console.plain_table(columns=("", "ms", "time", "quartiles", "MiB", "memory", "FLOPs"), no_wrap=True)
     for m in comparison.measured:
         table.add_row(*_row(comparison, m), style="dim" if m.variant.clipping is None else "")
     console.out.print(table)

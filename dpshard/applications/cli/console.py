@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
@@ -47,7 +47,15 @@ class OneLineErrors(TyperGroup):
         # absl logs a warning for each Renyi order that dp-accounting skips.
         logging.getLogger("absl").setLevel(logging.ERROR)
         with warnings.catch_warnings():
-            warnings.showwarning = _warning_printer()
+            shown: set[str] = set()
+
+            def show(message: Warning | str, *_where: object) -> None:
+                text = one_line(message)
+                if text not in shown:
+                    shown.add(text)
+                    err.print(f"[yellow]warning:[/] {escape(text)}")
+
+            warnings.showwarning = show
             try:
                 return super().invoke(ctx)
             except DpshardError as error:
@@ -55,13 +63,16 @@ class OneLineErrors(TyperGroup):
                 raise typer.Exit(USER_ERROR) from error
             except UsageError as error:
                 help = f"See {error.ctx.command_path if error.ctx else 'dpshard'} --help."
-                print_error(f"{error.format_message().replace('Value error, ', '').rstrip('.')}. {help}")
+                print_error(f"{error.format_message().rstrip('.')}. {help}")
                 raise typer.Exit(USER_ERROR) from error
 
 
-def plain_table(title: str | None = None, **more: Any) -> Table:
-    """Return an empty table without edges."""
-    return Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False, **more)
+def plain_table(title: str | None = None, columns: Sequence[str] = (), *, no_wrap: bool = False, **more: Any) -> Table:
+    """Return an empty table without edges; columns with a name are for numbers."""
+    table = Table(title=title, title_justify="left", box=box.SIMPLE, show_edge=False, pad_edge=False, **more)
+    for name in columns:
+        table.add_column(name, justify="right" if name else "left", no_wrap=no_wrap)
+    return table
 
 
 def print_error(message: object) -> None:
@@ -92,27 +103,6 @@ def progress(description: str, total: int | None, *, speaking: bool = True) -> I
         yield advance
 
 
-@contextmanager
-def warnings_only_if(speaking: bool) -> Iterator[None]:
-    """Silence warnings unless `speaking`."""
-    with warnings.catch_warnings():
-        if not speaking:
-            warnings.simplefilter("ignore")
-        yield
-
-
 def one_line(message: object) -> str:
     """Return `message` on one line."""
     return " ".join(str(message).split())
-
-
-def _warning_printer() -> Callable[..., None]:
-    shown: set[str] = set()
-
-    def show(message: Warning | str, *_where: object) -> None:
-        text = one_line(message)
-        if text not in shown:
-            shown.add(text)
-            err.print(f"[yellow]warning:[/] {escape(text)}")
-
-    return show

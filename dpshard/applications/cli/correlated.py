@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -43,8 +42,15 @@ def parse(
         if target_epsilon is None:
             raise ConfigurationError("--bands auto compares noise at one epsilon: give --target-epsilon.")
         require_choice("--correlation", name, list(KINDS))
-        budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return _best(run, sampling, lambda bands: correlation_of(name, str(bands), momentum), name, budget)
+        steps, epochs = run.schedule.steps, run.schedule.steps * run.schedule[0] / run.sample_size
+        most = min(steps, run.sample_size // run.schedule[0]) if name == "band-mf" else steps
+        middle = target_epsilon * math.sqrt(steps) / max(1.0, epochs)
+        tried = sorted({min(max(1, round(middle * factor)), most) for factor in AROUND})
+        correlations = [correlation_of(name, str(bands), momentum) for bands in tried]
+        runs = [replace(run, sampling=sampling, noise_correlation=correlation) for correlation in correlations]
+        budget: Any = {"target_epsilon": target_epsilon, "target_delta": target_delta}
+        best = min(runs, key=lambda run: calibrate(run, **budget).error)
+        return replace(best, noise_multiplier=run.noise_multiplier)
     return replace(run, sampling=sampling, noise_correlation=correlation_of(name, bands, momentum))
 
 
@@ -68,22 +74,6 @@ def correlation_of(
         raise ConfigurationError(f"--bands {bands}: give a number of bands, or auto with --target-epsilon.")
     facts: Any = {"bands": int(bands), "workload": None if momentum is None else Workload(momentum=momentum)}
     return KINDS[name](**facts, **({"buffers": True} if buffers else {}))
-
-
-def _best(
-    run: SampledMechanism,
-    sampling: Any,
-    correlation: Callable[[int], BandedInverse | BandMF | None],
-    name: str,
-    budget: Mapping[str, Any],
-) -> SampledMechanism:
-    steps, samples, size = run.schedule.steps, run.sample_size, run.schedule[0]
-    most = min(steps, samples // size) if name == "band-mf" else steps
-    middle = budget["target_epsilon"] * math.sqrt(steps) / max(1.0, steps * size / samples)
-    tried = {min(max(1, round(middle * factor)), most) for factor in AROUND}
-    runs = [replace(run, sampling=sampling, noise_correlation=correlation(bands)) for bands in sorted(tried)]
-    best = min(runs, key=lambda run: calibrate(run, **budget).error)
-    return replace(best, noise_multiplier=run.noise_multiplier)
 
 
 def error_over_dp_sgd(run: SampledMechanism, epsilon: float, **question: Any) -> float | None:

@@ -48,9 +48,10 @@ class Kind(Enum):
 class Data:
     """Disjoint splits; the run trains on and protects only `train`."""
 
-    train: Dataset[Any]
-    validation: Dataset[Any]
-    test: Dataset[Any]
+    train: Any
+    """Of map style, with a length, as the others."""
+    validation: Any
+    test: Any
     kind: Kind
     sample: str
     """The protected unit, such as "one image"."""
@@ -69,8 +70,7 @@ class Data:
 
     def example(self) -> Any:
         """Return x of a training row."""
-        train: Any = self.train
-        return (train.dataset if isinstance(train, UnitDataset) else train)[0][0]
+        return (self.train.dataset if isinstance(self.train, UnitDataset) else self.train)[0][0]
 
 
 def splits(
@@ -155,8 +155,3 @@ def _all_tokens(texts: Sequence[str], settings: TrainSettings) -> Tensor:
     if not texts:
         raise DataError("The data set is empty: it holds no text.")
     return torch.stack([tokens(text, settings.max_length) for text in texts])
-
-
-def size(dataset: Any) -> int:
-    """Return the number of samples."""
-    return len(dataset)

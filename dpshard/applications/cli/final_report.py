@@ -15,7 +15,6 @@ from rich.table import Table
 import dpshard
 from dpshard.accounting import rounded_up
 from dpshard.accounting.risk import profile
-from dpshard.applications.cli.data import size
 from dpshard.applications.cli.formats import NEIGHBOURS
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
 from dpshard.applications.cli.training import Run
@@ -60,7 +59,7 @@ def collect(run: Run, scores: Mapping[str, Mapping[str, float]]) -> dict[str, An
     privacy |= {"earlier": [[release.noise_multiplier, count] for release, count in mechanism.earlier]}
     result: dict[str, Any] = {"task": settings.task, "model": settings.model, "parameters": run.sharded.parameters}
     return result | {
-        "samples": {"train": size(data.train), "validation": size(data.validation), "test": size(data.test)},
+        "samples": {"train": len(data.train), "validation": len(data.validation), "test": len(data.test)},
         "test": dict(scores) | ({} if data.guessing is None else {"guessing": data.guessing}),
         "privacy": privacy | {"statement": engine.statement(), "not_covered": list(NOT_COVERED)},
         "versions": {"dpshard": dpshard.__version__, "torch": torch.__version__},

@@ -7,7 +7,7 @@ from typing import Any
 
 from dpshard.accounting import SampledMechanism
 from dpshard.applications.cli import correlated, models
-from dpshard.applications.cli.data import Data, Kind, size
+from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.config import BatchSchedule
 from dpshard.errors import ConfigurationError
@@ -27,7 +27,7 @@ LARGEST_PRETRAINING_BATCH = 4096
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     """Return `settings` without gaps: model, batch size, optimizer, learning rate, and bands."""
-    samples = size(data.train)
+    samples = len(data.train)
     if settings.objective == "masked" and data.kind is not Kind.MASKED:
         raise ConfigurationError(
             f"objective='masked' needs texts without labels, but the data are others ({data.sample}): take --task "
@@ -50,19 +50,22 @@ def fit(settings: TrainSettings, data: Data) -> TrainSettings:
     if learning_rate is None:
         learning_rate = TABLE_RATES[data.kind] if table and optimizer == "adamw" else LEARNING_RATES[optimizer]
     settings = replace(settings, model=model, batch_size=batch_size, optimizer=optimizer, learning_rate=learning_rate)
-    length: Any = {"epochs": settings.epochs, "steps": settings.steps, "sampling": settings.sampling}
-    schedule = BatchSchedule.parse(settings.expected_batch_size(), sample_size=samples, **length)
-    return settings if settings.bands != "auto" else _with_bands(settings, schedule, data)
-
-
-def _with_bands(settings: TrainSettings, schedule: BatchSchedule, data: Data) -> TrainSettings:
-    earlier = () if data.fitted is None else data.fitted.earlier
-    run = SampledMechanism(schedule=schedule, sample_size=size(data.train), earlier=earlier)
+    run = mechanism(settings, data)
+    if settings.bands != "auto":
+        return settings
     names = (settings.sampling, settings.correlation, settings.bands, settings.correlation_momentum)
     budget: Any = {"target_epsilon": settings.target_epsilon, "target_delta": settings.target_delta}
     run = correlated.parse(run, *names, of_known_length=True, **budget)
     assert run.noise_correlation is not None  # else parse has raised
     return replace(settings, bands=str(run.noise_correlation.bands))
+
+
+def mechanism(settings: TrainSettings, data: Data) -> SampledMechanism:
+    """Return the run of fitted settings, still without noise and its correlation; refuse too large batches."""
+    length: Any = {"epochs": settings.epochs, "steps": settings.steps, "sampling": settings.sampling}
+    schedule = BatchSchedule.parse(settings.expected_batch_size(), sample_size=len(data.train), **length)
+    earlier = () if data.fitted is None else data.fitted.earlier
+    return SampledMechanism(schedule=schedule, sample_size=len(data.train), earlier=earlier)
 
 
 def _growing(samples: int, steps: int) -> str:

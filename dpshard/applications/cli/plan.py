@@ -1,19 +1,18 @@
-"""`dpshard plan`."""
+"""`dpshard plan`, and its settings."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
 import typer
 from rich.markup import escape
 
 from dpshard.applications.cli import console, plan_pipeline, plan_time, plots
 from dpshard.applications.cli.options import options_of
-from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.plan_time import GIB, RunCosts
 from dpshard.applications.cli.run_folder import write_json
 from dpshard.config import CLIPPING_MODES, ClippingStyle, require_choice
@@ -22,6 +21,65 @@ from dpshard.errors import ConfigurationError
 if TYPE_CHECKING:
     from dpshard.applications.planner import Plan
     from dpshard.applications.planner.hardware import Hardware
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlanSettings:
+    """Settings of a plan; options.yaml says what each means."""
+
+    model: str = "gpt-100b"
+    micro_batch: int = 1
+    micro_batches: int = 1
+    seq: int | None = None
+    checkpointing: bool = False
+    precision: Literal["bf16", "fp32"] = "bf16"
+    optimizer: Literal["adamw", "sgd"] = "adamw"
+    clipping: list[str] | None = field(default=None, metadata={"metavar": "STYLE[:MODE]"})
+
+    ranks: int = 256
+    shard: Literal["ddp", "zero2", "fsdp2", "hsdp"] = "fsdp2"
+    node: int = 8
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    gpu_memory: float | None = None
+
+    gpu: Literal["a100", "a100-40", "h100", "h200", "b200"] = "h100"
+    mfu: float = 0.45
+    intra: float = 450.0
+    inter: float = 50.0
+    pcie: float = 50.0
+    latency: float = 20.0
+
+    batch_size: int | None = None
+    sample_size: int | None = None
+    steps: int | None = None
+    target_epsilon: float | None = None
+    noise_multiplier: float | None = None
+    target_delta: float = 1e-5
+    budget: str | None = field(default=None, metadata={"metavar": "epsilon=E,delta=D,gpu-hours=H,dataset=N"})
+
+    def __post_init__(self) -> None:
+        run = (self.batch_size, self.sample_size, self.steps)
+        if any(run) and not all(run):
+            raise ConfigurationError("A run needs --batch-size, --sample-size and --steps. Give all three, or none.")
+        if all(run) and (self.target_epsilon is None) == (self.noise_multiplier is None):
+            raise ConfigurationError("A run needs either --target-epsilon or --noise-multiplier.")
+        if self.pp != 1 and any(run):
+            raise ConfigurationError("A whole run is not planned with --pp. Leave --batch-size and the others out.")
+
+    @property
+    def setup(self) -> dict[str, Any]:
+        """The fields of a planner's Setup."""
+        names = ("model", "ranks", "shard", "node", "micro_batches", "seq", "checkpointing", "precision", "optimizer")
+        return {name: getattr(self, name) for name in (*names, "tp", "cp")}
+
+    @property
+    def run(self) -> dict[str, Any] | None:
+        """The fields of a planner's Run, if one is asked for."""
+        names = ("batch_size", "sample_size", "steps", "target_delta", "target_epsilon", "noise_multiplier")
+        found = {name: getattr(self, name) for name in names}
+        return None if None in (self.batch_size, self.sample_size, self.steps) else found
 
 
 @options_of(PlanSettings, "plan")
@@ -42,6 +100,8 @@ def command(
         from dpshard.applications.planner import DEFAULT_CLIPPINGS, Clipping, Setup, make_plan
         from dpshard.applications.planner.advice import advise
         from dpshard.applications.planner.hardware import Hardware
+        from dpshard.applications.planner.pipelines import make_pipeline_plan
+        from dpshard.applications.planner.run_cost import Run
 
         def report(what: str) -> None:
             status.update(f"{what} ...")
@@ -51,25 +111,22 @@ def command(
         clippings = [Clipping(style, mode) for style, mode in chosen]
         same = {name: getattr(settings, name) for name in ("gpu", "mfu", "intra", "inter", "pcie", "node")}
         hardware = Hardware(**same, latency=settings.latency * 1e-6)
+        begun, how = time.monotonic(), dict[str, Any](micro_batch=settings.micro_batch, report=report)
         if settings.budget is not None:
             plan_time.print_frontier(settings.budget, settings.seq, hardware, as_json, report)
             return
         if settings.pp != 1:
             if plot is not None:
                 raise ConfigurationError("--plot does not draw pipelines. Leave it out, or --pp.")
-            plan_pipeline.print_plan(settings, clippings, hardware, as_json, report)
+            staged: Any = {"pp": settings.pp, "clippings": clippings or None}
+            pipeline = make_pipeline_plan(Setup(**settings.setup), **staged, **how)
+            plan_pipeline.show(pipeline, hardware, settings.gpu_memory, time.monotonic() - begun, as_json)
             return
-        begun = time.monotonic()
-        plan = make_plan(
-            Setup(**settings.setup),
-            micro_batch=settings.micro_batch,
-            clippings=clippings or DEFAULT_CLIPPINGS,
-            gpu_memory=settings.gpu_memory,
-            report=report,
-        )
+        whole: Any = {"clippings": clippings or DEFAULT_CLIPPINGS, "gpu_memory": settings.gpu_memory}
+        plan = make_plan(Setup(**settings.setup), **whole, **how)
         seconds = time.monotonic() - begun
         report("composing the run")
-        costs = plan_time.run_costs(plan, settings, hardware)
+        costs = None if settings.run is None else plan_time.run_costs(plan, Run(**settings.run), hardware)
     advice = [*advise(plan), *plan_time.advice(plan, hardware)]
     if as_json is not None:
         figures = _figures(plan, advice, seconds) | plan_time.figures(plan, hardware, costs)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,45 +10,22 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.applications.cli import console, plan_time
-from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.plan_time import GIB
 from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
-    from dpshard.applications.planner import Clipping
     from dpshard.applications.planner.hardware import Hardware
     from dpshard.applications.planner.pipelines import PipelinePlan
 
 SHOWN = 4
 
 
-def print_plan(
-    settings: PlanSettings,
-    clippings: Sequence[Clipping],
-    hardware: Hardware,
-    as_json: Path | None,
-    report: Callable[[str], None],
+def show(
+    plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, seconds: float, as_json: Path | None
 ) -> None:
-    """Count the stages, and print a step."""
-    from dpshard.applications.planner import Setup
-    from dpshard.applications.planner.pipelines import make_pipeline_plan
-
-    begun = time.monotonic()
-    plan = make_pipeline_plan(
-        Setup(**settings.setup),
-        pp=settings.pp,
-        micro_batch=settings.micro_batch,
-        clippings=clippings or None,
-        report=report,
-    )
-    seconds = time.monotonic() - begun
+    """Print a plan, and write its figures."""
     if as_json is not None:
         write_json(as_json, _figures(plan, hardware, seconds), public=True)
-    show(plan, hardware, settings.gpu_memory, seconds)
-
-
-def show(plan: PipelinePlan, hardware: Hardware, gpu_memory: float | None, seconds: float) -> None:
-    """Print a plan."""
     setup = plan.setup
     of_stage = f" of {setup.tp} ranks each (tensor parallelism)" if setup.tp > 1 else ""
     console.out.print(

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 from rich.table import Table
 
 from dpshard.applications.cli import console
-from dpshard.applications.cli.plan_settings import PlanSettings
 from dpshard.applications.cli.run_folder import write_json
 
 if TYPE_CHECKING:
@@ -121,20 +120,10 @@ def advice(plan: Plan, hardware: Hardware) -> list[str]:
     return [f"{text} [{'; '.join(labels)}]." for text, labels in said.items()]
 
 
-def run_costs(plan: Plan, settings: PlanSettings, hardware: Hardware) -> RunCosts | None:
-    """Return the costs of the settings' run."""
-    from dpshard.applications.planner.run_cost import Run, best_run_cost
+def run_costs(plan: Plan, run: Run, hardware: Hardware) -> RunCosts:
+    """Return the costs of a run."""
+    from dpshard.applications.planner.run_cost import best_run_cost
 
-    if settings.batch_size is None or settings.sample_size is None or settings.steps is None:
-        return None
-    run = Run(
-        batch_size=settings.batch_size,
-        sample_size=settings.sample_size,
-        steps=settings.steps,
-        target_delta=settings.target_delta,
-        target_epsilon=settings.target_epsilon,
-        noise_multiplier=settings.noise_multiplier,
-    )
     sigma, epsilon = run.guarantee()
     return RunCosts(run, sigma, epsilon, {e.label: best_run_cost(plan, e, run, hardware) for e in plan.estimates})
 
@@ -147,9 +136,8 @@ def print_run(plan: Plan, costs: RunCosts) -> None:
         f"{costs.noise_multiplier:.4g}, epsilon {costs.epsilon:.3f} at delta {run.target_delta:g}, sigma / batch "
         f"{costs.noise_multiplier / run.batch_size:.3g}."
     )
-    table = console.plain_table()
-    for name in ("", "micro-batch", "micro-batches", "padding", "s a step", "GPU-hours"):
-        table.add_column(name, justify="right" if name else "left")
+    names = ("", "micro-batch", "micro-batches", "padding", "s a step", "GPU-hours")
+    table = console.plain_table(columns=names)
     for label, cost in costs.by_label.items():
         if cost is None:
             table.add_row(label, "none fits")
@@ -180,11 +168,8 @@ def figures(plan: Plan, hardware: Hardware, costs: RunCosts | None) -> dict[str,
         }
     if costs is not None:
         by_label = {label: None if cost is None else asdict(cost) for label, cost in costs.by_label.items()}
-        found["run"] = asdict(costs.run) | {
-            "sigma": costs.noise_multiplier,
-            "epsilon": costs.epsilon,
-            "costs": by_label,
-        }
+        guarantee = {"sigma": costs.noise_multiplier, "epsilon": costs.epsilon}
+        found["run"] = asdict(costs.run) | guarantee | {"costs": by_label}
     return found
 
 
@@ -200,9 +185,8 @@ def print_frontier(
         f"What {means.gpu_hours:,.0f} GPU-hours buy at epsilon {means.epsilon:g}, delta {means.delta:g}, of "
         f"{means.sample_size:,} samples of {means.seq:,} tokens"
     )
-    table = console.plain_table()
-    for name in ("parameters", "batch", "steps", "epochs", "tokens/parameter", "sigma", "sigma / batch"):
-        table.add_column(name, justify="right")
+    names = ("parameters", "batch", "steps", "epochs", "tokens/parameter", "sigma", "sigma / batch")
+    table = console.plain_table(columns=names)
     for point in points:
         samples = point.batch_size * point.steps
         table.add_row(

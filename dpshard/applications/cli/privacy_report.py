@@ -18,6 +18,7 @@ from dpshard.accounting import rounded_up
 from dpshard.accounting.risk import RARELY, Pair, belief, found_records, mostly_below, rarely_above, right_guesses
 from dpshard.applications.cli import console, plots, provenance
 from dpshard.applications.cli.audit import attacks
+from dpshard.applications.cli.options import described
 from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomically
 from dpshard.errors import ConfigurationError, RunFolderError
 
@@ -25,19 +26,15 @@ PRIVATE_NAME = "(your data)"
 """Of files, in a public report."""
 
 
+@described(
+    "report", public={"names": ["--public"]}, pdf={"names": ["--pdf"]}, by={"metavar": "NAME"}, out={"metavar": "FILE"}
+)
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `dpshard train` that has finished.")],
-    public: Annotated[
-        bool, typer.Option("--public", help="Leave out scores, losses, norms and audits: epsilon does not cover them.")
-    ] = False,
-    pdf: Annotated[bool, typer.Option("--pdf", help="Write a PDF beside it, to sign (dpshard[pdf]).")] = False,
-    by: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="Who trained. [dim]\\[default: the login name, if not --public][/]"),
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Where to write it. [dim]\\[default: RUN/report.html][/]")
-    ] = None,
+    public: bool = False,
+    pdf: bool = False,
+    by: str | None = None,
+    out: Path | None = None,
 ) -> None:
     """Write the privacy report of a run: a page for everybody, the technical part, and a place to sign.
 

@@ -11,6 +11,7 @@ import json
 import platform
 import subprocess
 from collections.abc import Iterable
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,10 +41,10 @@ def record(folder: RunFolder, settings: TrainSettings, data: Data, *, resumed: b
 
 def author() -> dict[str, Any]:
     """Return the time and the login name."""
-    try:
-        return {"at": _now(), "by": getpass.getuser()}
-    except (KeyError, OSError, ImportError):  # no name for this number, as in some containers
-        return {"at": _now(), "by": None}
+    name = None
+    with suppress(KeyError, OSError, ImportError):  # no name for this number, as in some containers
+        name = getpass.getuser()
+    return {"at": _now(), "by": name}
 
 
 def conclude(folder: RunFolder) -> None:

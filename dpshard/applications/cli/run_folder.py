@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -60,24 +59,6 @@ class RunFolder:
             write_atomically(folder.config, settings.to_yaml().encode())
             folder.metrics.touch(mode=0o600)
         return folder
-
-    def keep_columns(self, fitted: Any) -> None:
-        """Write facts of a table's columns."""
-        if fitted is not None:
-            write_json(self.columns, fitted.plain())
-
-    def read_columns(self) -> dict[str, Any]:
-        """Return what `keep_columns` wrote."""
-        remedy = "restore it from a copy: other bounds would be a second release"
-        with intact(self.columns, remedy):
-            if not self.columns.is_file():
-                raise ValueError("there is no such file")
-            found = json.loads(self.columns.read_text("utf-8"))
-            return {name: found[name] for name in ("columns", "target", "earlier")} | {"weights": found.get("weights")}
-
-    def remove(self) -> None:
-        """Remove the folder of a run without releases."""
-        shutil.rmtree(self.path, ignore_errors=True)
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:

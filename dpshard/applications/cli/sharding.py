@@ -109,13 +109,20 @@ def require_deepspeed() -> None:
 
 
 def _deepspeed_engine(model: nn.Module, stage: int, device: torch.device, optimizer: Optimizer) -> Any:
-    deepspeed = _deepspeed(device)
+    # DeepSpeed selects an accelerator during its import, even a GPU that the user excluded.
+    os.environ.setdefault("DS_ACCELERATOR", device.type)
+    import deepspeed
+
+    deepspeed.utils.logger.setLevel(logging.ERROR)
+    # DeepSpeed would compile this C++ extension for CPU collectives; gloo does not need it.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     # See docs/sharding-deepspeed.md. Only samplers and counters use the size of a micro-batch.
     config: dict[str, Any] = {"train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 1}
     config |= {"gradient_clipping": 0.0, "zero_optimization": {"stage": stage}, "steps_per_print": 2**62}
     config |= {"zero_allow_untested_optimizer": True}
-    trained = [p for p in model.parameters() if p.requires_grad]
-    return deepspeed.initialize(model=model, optimizer=optimizer, model_parameters=trained, config=config)[0]
+    parts: Any = {"model": model, "optimizer": optimizer}
+    parts["model_parameters"] = [p for p in model.parameters() if p.requires_grad]
+    return deepspeed.initialize(**parts, config=config)[0]
 
 
 def _zero_weights(model: nn.Module) -> dict[str, Any]:
@@ -124,17 +131,6 @@ def _zero_weights(model: nn.Module) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         with deepspeed.zero.GatheredParameters([value]):
-            if torch.distributed.get_rank() == 0:
+            if dist.get_rank() == 0:
                 found[name] = value.detach().cpu().clone()
     return found
-
-
-def _deepspeed(device: torch.device) -> Any:
-    # DeepSpeed selects an accelerator during its import, even a GPU that the user excluded.
-    os.environ.setdefault("DS_ACCELERATOR", device.type)
-    import deepspeed
-
-    deepspeed.utils.logger.setLevel(logging.ERROR)
-    # DeepSpeed would compile this C++ extension for CPU collectives; gloo does not need it.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    return deepspeed

@@ -7,6 +7,7 @@ runs read them in the run folder.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from dpshard.accounting import Release
 from dpshard.accounting.releases import Counts
 from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unlabelled
 from dpshard.applications.cli.formats import BALANCED, parse_weights, read_yaml
+from dpshard.applications.cli.run_folder import intact
 from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
 from dpshard.applications.tabular import (
     Classes,
@@ -57,12 +59,16 @@ class Fitted:
         return facts.pop("encoder") | facts
 
     @classmethod
-    def parse(cls, plain: Mapping[str, Any]) -> Fitted:
-        """Return the content of a `plain()`."""
-        columns = {name: _column(facts) for name, facts in plain["columns"].items()}
-        target, weights = plain["target"] and _column(plain["target"]), plain.get("weights")
-        earlier = tuple((Release(**release), count) for release, count in plain["earlier"])
-        return cls(Encoder(columns), target, earlier, weights and tuple(weights))
+    def read(cls, path: Path) -> Fitted:
+        """Return the content of a file with a `plain()`."""
+        with intact(path, "restore it from a copy: other bounds would be a second release"):
+            if not path.is_file():
+                raise ValueError("there is no such file")
+            plain = json.loads(path.read_text("utf-8"))
+            columns = {name: _column(facts) for name, facts in plain["columns"].items()}
+            target, weights = plain["target"] and _column(plain["target"]), plain.get("weights")
+            earlier = tuple((Release(**release), count) for release, count in plain["earlier"])
+            return cls(Encoder(columns), target, earlier, weights and tuple(weights))
 
 
 def _column(facts: Mapping[str, Any]) -> Column:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
-from dpshard.applications.cli.data import Data, Kind, size, splits, unlabelled
+from dpshard.applications.cli.data import Data, Kind, splits, unlabelled
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.cli.tables import Agree, class_numbers, table
 from dpshard.applications.extras import require
@@ -40,7 +40,7 @@ def load(settings: TrainSettings, agree: Agree = lambda fit: fit()) -> Data:
         data = _own(settings, agree)
     if settings.class_weights is not None and data.objective is None:
         raise ConfigurationError("class_weights are for tables of columns, not for texts and images: leave them out.")
-    if size(data.train) == 0:
+    if not len(data.train):
         raise DataError("The data set is empty: there is no sample to train on.")
     return data
 

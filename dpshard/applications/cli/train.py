@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import hashlib
 import io
+import shutil
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 
 from dpshard.applications.cli import console, launch
 from dpshard.applications.cli.formats import read_yaml
-from dpshard.applications.cli.options import with_options
-from dpshard.applications.cli.run_folder import RunFolder, write_atomically
+from dpshard.applications.cli.options import described, with_options
+from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings, resolve
 from dpshard.errors import CheckpointError, ConfigurationError
 
@@ -26,18 +27,12 @@ if TYPE_CHECKING:
 
 
 @with_options
+@described("run", resume={"metavar": "RUN"})
 def command(
     context: typer.Context,
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file with settings, named like the options below (which override it).")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="Run folder to create. [dim]\\[default: runs/TASK-DATE-TIME][/]")
-    ] = None,
-    resume: Annotated[
-        Path | None,
-        typer.Option(metavar="RUN", help="Run folder to resume; all settings except --shard and --nproc stay."),
-    ] = None,
+    config: Path | None = None,
+    out: Path | None = None,
+    resume: Path | None = None,
     **flags: Any,
 ) -> None:
     """Train a model with differential privacy, by default a classifier of handwritten digits.
@@ -80,17 +75,12 @@ def in_other_processes(settings: TrainSettings, context: typer.Context) -> None:
         sharding.require_deepspeed()
     if settings.shard == "none" or launch.joined():
         return
-    count = processes(settings)
+    count = settings.nproc
+    if count is None:
+        import torch
+
+        count = max(1, torch.cuda.device_count()) if settings.device in ("auto", "cuda") else 1
     raise typer.Exit(launch.start(count, [*context.obj, "--nproc", str(count)]))
-
-
-def processes(settings: TrainSettings) -> int:
-    """Return --nproc, or the number of GPUs."""
-    import torch
-
-    if settings.nproc is not None:
-        return settings.nproc
-    return max(1, torch.cuda.device_count()) if settings.device in ("auto", "cuda") else 1
 
 
 @contextmanager
@@ -115,9 +105,12 @@ def on_all_ranks(settings: TrainSettings) -> Iterator[tuple[TrainSettings, Ranks
 def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, ranks: Ranks) -> None:
     with console.out.status("loading and calibrating the noise ..."):
         from dpshard.accounting import rounded_up
-        from dpshard.applications.cli import final_report, provenance, tasks, training
+        from dpshard.applications.cli import final_report, provenance, tables, tasks, training
 
-        samples = tasks.load(settings, _agreement(folder, ranks))
+        def agree(fit: Callable[[], Any]) -> Any:
+            return ranks.on_first(fit) if folder is None else tables.Fitted.read(folder.columns)
+
+        samples = tasks.load(settings, agree)
         run = training.Run.prepare(settings, samples, ranks)
         settings = run.settings
         before = run.score(samples.test)
@@ -126,7 +119,8 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
     with ExitStack() as stack:
         ranks.on_first(lambda: stack.enter_context(folder.locked()))
         if not resumed and ranks.first:
-            folder.keep_columns(samples.fitted)
+            if samples.fitted is not None:
+                write_json(folder.columns, samples.fitted.plain())
             stack.enter_context(_kept_if_released(folder, run.engine))
         ranks.on_first(lambda: provenance.record(folder, settings, samples, resumed=resumed))
         checkpoints = run.checkpointer(folder)
@@ -153,21 +147,13 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         final_report.show(console.out, folder, result)
 
 
-def _agreement(folder: RunFolder | None, ranks: Ranks) -> Callable[[Callable[[], Any]], Any]:
-    from dpshard.applications.cli.tables import Fitted
-
-    if folder is None:
-        return lambda fit: ranks.on_first(fit)
-    return lambda fit: Fitted.parse(folder.read_columns())
-
-
 @contextmanager
 def _kept_if_released(folder: RunFolder, engine: PrivacyEngine) -> Iterator[None]:
     try:
         yield
     except Exception:
         if engine.step == 0:
-            folder.remove()
+            shutil.rmtree(folder.path, ignore_errors=True)
         raise
 
 

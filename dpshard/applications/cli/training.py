@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.accounting import epsilon_of, rounded_up
 from dpshard.applications.cli import fitting, models
-from dpshard.applications.cli.data import IGNORED, Data, Kind, size
+from dpshard.applications.cli.data import IGNORED, Data, Kind
 from dpshard.applications.cli.launch import STOP_SIGNALS, stop_requests
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
@@ -60,7 +60,7 @@ class Run:
         """Return a run before its first step."""
         settings, device = fitting.fit(settings, data), own_device(settings, ranks)
         sharded = shard(wrap(build_model(settings, data, device, ranks)), settings, device)
-        facts: dict[str, Any] = {"sample_size": size(data.train), "rows_per_unit": data.rows_per_unit}
+        facts: dict[str, Any] = {"sample_size": len(data.train), "rows_per_unit": data.rows_per_unit}
         if data.fitted is not None:
             facts["earlier"] = data.fitted.earlier
         engine = PrivacyEngine(sharded.model, **facts, **settings.mechanism())
@@ -79,8 +79,9 @@ class Run:
         with blocked_signals():  # worker processes inherit the block
             batches = engine.batches(self.data.train, settings.micro_batch_size, num_workers=settings.num_workers)
         progress = TrainingProgress(console, engine, score_every)
-        nowhere = nullcontext(lambda row: None)
-        metrics = folder.append_metrics(after_step=engine.step) if self.ranks.first else nowhere
+        metrics: Any = nullcontext(lambda row: None)
+        if self.ranks.first:
+            metrics = folder.append_metrics(after_step=engine.step)
         with metrics as append, stop_requests() as stops, progress:
             started = time.perf_counter()
             for logical_batch in batches:
@@ -125,7 +126,7 @@ class Run:
 
     def score(self, split: Any) -> dict[str, float]:
         """Return loss and accuracy, and perplexity of tokens; of numbers, rmse and r2."""
-        if size(split) == 0:
+        if len(split) == 0:
             return {}
         if self.data.kind is Kind.NUMBERS:
             return self._score_numbers(split)
@@ -156,7 +157,7 @@ class Run:
         """Yield this rank's outputs and targets; all ranks run the model equally often."""
         model = self.sharded.model
         model.eval()
-        own, real = _own_batches(size(split), self.settings.micro_batch_size, self.ranks)
+        own, real = _own_batches(len(split), self.settings.micro_batch_size, self.ranks)
         for counts, (x, y) in zip(real, DataLoader(split, batch_sampler=own), strict=True):
             with torch.no_grad():
                 outputs = model(x.to(self.device))

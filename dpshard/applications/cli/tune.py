@@ -5,36 +5,33 @@ from __future__ import annotations
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-import typer
 import yaml
 
 from dpshard.applications.cli import console
 from dpshard.applications.cli.formats import read_yaml
-from dpshard.applications.cli.options import with_options
+from dpshard.applications.cli.options import described, with_options
 from dpshard.errors import ConfigurationError
 
 
 @with_options
+@described(
+    "tune",
+    search={"metavar": "SETTING=A,B,..."},
+    private_validation={"names": ["--private-validation"]},
+    jobs={"min": 1},
+    resume={"metavar": "FOLDER"},
+)
 def command(
-    search: Annotated[
-        list[str] | None,
-        typer.Option(metavar="SETTING=A,B,...", help="A setting and its candidates; give it for each setting."),
-    ] = None,
-    mean_runs: Annotated[float, typer.Option(help="Expected number of trials; their true number stays secret.")] = 8.0,
-    distribution: Annotated[
-        Literal["geometric", "logarithmic", "poisson"], typer.Option(help="Distribution of the number of trials.")
-    ] = "geometric",
-    private_validation: Annotated[
-        bool, typer.Option("--private-validation", help="Protect the validation samples, too: scores get noise.")
-    ] = False,
-    jobs: Annotated[int, typer.Option(help="Trials at once.", min=1)] = 1,
-    config: Annotated[Path | None, typer.Option(help="YAML file with settings of all trials.")] = None,
-    out: Annotated[Path | None, typer.Option(help="Folder to create. [dim]\\[default: runs/tune-DATE-TIME][/]")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(metavar="FOLDER", help="Search to resume, after a stop or a kill.")
-    ] = None,
+    search: list[str] | None = None,
+    mean_runs: float = 8.0,
+    distribution: Literal["geometric", "logarithmic", "poisson"] = "geometric",
+    private_validation: bool = False,
+    jobs: int = 1,
+    config: Path | None = None,
+    out: Path | None = None,
+    resume: Path | None = None,
     **flags: Any,
 ) -> None:
     """Search settings with differential privacy: the best of a random, secret number of trials.

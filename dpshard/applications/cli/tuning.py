@@ -41,8 +41,8 @@ from dpshard.accounting import (
 from dpshard.accounting.composition import logarithmic_stop
 from dpshard.accounting.releases import Counts, Release
 from dpshard.applications.cli import provenance
-from dpshard.applications.cli.data import Data, Kind, size
-from dpshard.applications.cli.fitting import fit
+from dpshard.applications.cli.data import Data, Kind
+from dpshard.applications.cli.fitting import fit, mechanism
 from dpshard.applications.cli.formats import BALANCED
 from dpshard.applications.cli.run_folder import LOCK, RunFolder, intact, write_atomically, write_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
@@ -119,22 +119,22 @@ def plan(
     budget: Any = {"target_epsilon": first.target_epsilon, "target_delta": first.target_delta}
     budget |= {"accountant": "rdp", "search": search}
     data, first = _loaded(first, budget)
-    if size(data.validation) == 0:
+    if len(data.validation) == 0:
         raise ConfigurationError("A search chooses by validation samples: raise --validation-fraction above 0.")
     drawn = {"statistics_share": first.statistics_share, "statistics_noise": first.statistics_noise}
     found = [fit(replace(own, **drawn), data) for own in settings]
-    parts = [calibrate(_mechanism(own, data), **budget) for own in found]
+    parts = [calibrate(mechanism(own, data), **budget) for own in found]
     if private_validation:
         if data.kind not in SCORED or first.group_column is not None:
             raise ConfigurationError(
                 "--private-validation is for scores that count right answers, one for each person: classes, without "
                 "--group-column. Leave it out if the validation samples are public."
             )
-        parts.append(_once(size(data.validation), budget))
+        parts.append(_once(len(data.validation), budget))
     while True:
         pairs = [(asdict(own), {"noise_multiplier": m.noise_multiplier}) for own, m in zip(found, parts, strict=False)]
         candidates = tuple(own | noise | {"target_epsilon": None} for own, noise in pairs)
-        runs = tuple(mechanism.releases() for mechanism in parts)
+        runs = tuple(part.releases() for part in parts)
         score = parts[-1].noise_multiplier if private_validation else None
         done = Plan(candidates, runs, mean_runs, distribution, score, budget["target_delta"])
         if done.epsilon <= budget["target_epsilon"]:
@@ -148,7 +148,7 @@ def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, T
     data = load(replace(settings, statistics_noise=settings.statistics_noise or 1.0))
     if data.fitted is None or not data.fitted.earlier:
         return data, settings
-    samples, noise = size(data.train), settings.statistics_noise
+    samples, noise = len(data.train), settings.statistics_noise
     if noise is None:
         share = (settings.statistics_share or 0) * budget["target_epsilon"]
         noise = _once(samples, {**budget, "target_epsilon": share}).noise_multiplier
@@ -159,13 +159,6 @@ def _loaded(settings: TrainSettings, budget: Mapping[str, Any]) -> tuple[Data, T
 
 def _once(samples: int, budget: Mapping[str, Any]) -> SampledMechanism:
     return calibrate(SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples), **budget)
-
-
-def _mechanism(settings: TrainSettings, data: Data) -> SampledMechanism:
-    batch_size, samples = settings.expected_batch_size(), size(data.train)
-    schedule = BatchSchedule.parse(batch_size, sample_size=samples, epochs=settings.epochs, steps=settings.steps)
-    earlier = () if data.fitted is None else data.fitted.earlier
-    return SampledMechanism(schedule=schedule, sample_size=samples, earlier=earlier)
 
 
 def draw_runs(search: Search, uniform: Callable[[], float]) -> int:

@@ -42,7 +42,9 @@ def joined(device: str) -> Iterator[Ranks]:
         dist.init_process_group(kinds, store=dist.PrefixStore("train", store), rank=rank, world_size=size)
         # torch 2.13 renamed a collective; older supported versions have only the old name.
         warnings.filterwarnings("ignore", "`torch.distributed.* is deprecated", FutureWarning)
-        with console.warnings_only_if(rank == 0):
+        with warnings.catch_warnings():
+            if rank > 0:
+                warnings.simplefilter("ignore")
             yield Ranks()
         dist.barrier()
     except typer.Exit as end:
@@ -56,11 +58,6 @@ def joined(device: str) -> Iterator[Ranks]:
     os._exit(code)  # threads of the process group would abort an ordinary exit
 
 
-def local_rank() -> int | None:
-    """Return the number of this rank on its machine; None for one process."""
-    return int(os.environ.get("LOCAL_RANK", 0)) if launch.joined() else None
-
-
 def _store(rank: int, size: int) -> Any:
     if launch.STORE in os.environ:
         return dist.FileStore(os.environ[launch.STORE], size)
@@ -68,7 +65,7 @@ def _store(rank: int, size: int) -> Any:
 
 
 def _take_gpu() -> None:
-    count, own = torch.cuda.device_count(), local_rank() or 0
+    count, own = torch.cuda.device_count(), int(os.environ.get("LOCAL_RANK", 0))
     if own >= count:
         raise ConfigurationError(
             f"Rank {own} of this machine has no GPU: there are {count}. Take --nproc {count}, or --device cpu."

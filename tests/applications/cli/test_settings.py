@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from dpshard.applications.cli.formats import HELP, parse_phases, read_yaml
-from dpshard.applications.cli.plan_settings import PlanSettings
+from dpshard.applications.cli.plan import PlanSettings
 from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.errors import ConfigurationError
 

@@ -95,7 +95,7 @@ def test_private_bounds_are_in_the_ledger_and_the_report(tmp_path, dpshard):
     size = "--steps 4 --batch-size 21 --target-epsilon 2 --target-delta 1e-3 --evaluations 1".split()
     dpshard("train", *run, *size, "--out", tmp_path / "run")
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    privacy, fitted = report["privacy"], Fitted.parse(json.loads((tmp_path / "run" / "columns.json").read_text()))
+    privacy, fitted = report["privacy"], Fitted.read(tmp_path / "run" / "columns.json")
     ((release, count),) = fitted.earlier
     assert count == 1
     assert release.sample_size == 42
@@ -124,7 +124,7 @@ def test_balanced_weights_come_from_private_counts_in_the_budget(tmp_path, dpsha
     size = "--steps 4 --batch-size 21 --target-epsilon 8 --target-delta 1e-3 --evaluations 1".split()
     dpshard("train", *run, *size, "--out", tmp_path / "run")
     report = json.loads((tmp_path / "run" / "report.json").read_text())
-    fitted = Fitted.parse(json.loads((tmp_path / "run" / "columns.json").read_text()))
+    fitted = Fitted.read(tmp_path / "run" / "columns.json")
     ((release, _),) = fitted.earlier
     assert report["privacy"]["earlier"] == [[release.noise_multiplier, 1]]
     assert report["privacy"]["clipping_fn"] == "abadi"  # automatic clipping would lose the weights
@@ -157,8 +157,11 @@ def test_a_resumed_run_keeps_its_private_bounds(tmp_path, dpshard, monkeypatch):
     dpshard("train", "--resume", folder)
     assert (folder / "columns.json").read_text() == before
     gone = shutil.copytree(folder, tmp_path / "gone")
-    (gone / "columns.json").unlink()
     (gone / "report.md").unlink()
+    for damaged in ("{", "[]", '{"columns": {"age": {}}}'):
+        (gone / "columns.json").write_text(damaged)
+        assert "second release" in dpshard("train", "--resume", gone, exit_code=2).stderr
+    (gone / "columns.json").unlink()
     assert "second release" in dpshard("train", "--resume", gone, exit_code=2).stderr
 
 
@@ -184,9 +187,10 @@ def test_bounds_of_the_label_make_it_a_number(tmp_path, dpshard):
 def test_a_resumed_run_keeps_the_order_of_its_classes(tmp_path):
     facts = {"feature_scale": 200}
     first = load(resolve(written(tmp_path, patients(), columns={"label": ["yes", "no"]}) | facts))
-    kept = json.loads(json.dumps(first.fitted.plain()))
+    kept = tmp_path / "columns.json"
+    kept.write_text(json.dumps(first.fitted.plain()))
     edited = resolve(written(tmp_path, patients(), columns={"label": ["no", "yes"]}) | facts)
-    again = load(edited, lambda fit: Fitted.parse(kept))
+    again = load(edited, lambda fit: Fitted.read(kept))
     assert (again.train.tensors[1] == first.train.tensors[1]).all()
     assert (load(edited).train.tensors[1] != first.train.tensors[1]).all()
 
