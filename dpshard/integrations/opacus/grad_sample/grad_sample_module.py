@@ -49,6 +49,8 @@ class GradSampleModule(nn.Module):
         """Detach the engine."""
         self._dpshard[0].detach()
 
+    remove_hooks = cleanup
+
     def to_standard_module(self) -> nn.Module:
         """Detach the engine, and return the user's model."""
         self.cleanup()

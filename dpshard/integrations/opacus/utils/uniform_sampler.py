@@ -16,3 +16,7 @@ class UniformWithReplacementSampler:
             f"{cls.__name__} draws without an engine, which would account for it. Pass your DataLoader to "
             f"PrivacyEngine().make_private(data_loader=...), and iterate over the loader that it returns."
         )
+
+
+class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
+    """See `UniformWithReplacementSampler`."""
