@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from dpshard.errors import ConfigurationError
-from dpshard.noise.correlation import PREFIX_SUMS, BandedInverse, BandMF, Correlation, inverse, sensitivity
+from dpshard.noise.correlation import PREFIX_SUMS, BandedInverse, BandMF, Correlation, furthest_moves, inverse
 
 CASES = (
     ("banded-inverse-square-root", 976, 256, 976),
@@ -50,7 +50,7 @@ def ours(strategy: str, steps: int, bands: int, separation: int) -> Figures:
 
 def figures(correlation: Correlation, steps: int, separation: int) -> Figures:
     """Return our figures of `correlation`."""
-    moved = sensitivity(correlation.strategy(steps), separation=separation)
+    moved = float(furthest_moves(correlation.strategy(steps), separation)[-1])
     return {"sensitivity": moved, "rmse": moved * PREFIX_SUMS.error(correlation.noising(steps))}
 
 

@@ -18,9 +18,9 @@ from dpshard.applications.planner.counts import PARTS
 from dpshard.applications.planner.frontier import Means, frontier, parse_means
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.run_cost import Run, best_run_cost, run_cost
+from dpshard.applications.planner.simulation import simulated
 from dpshard.applications.planner.timeline import Event, parallel_share, replay, scaled, spread
 from dpshard.errors import ConfigurationError
-from tests.applications.simulated import simulated
 
 # A product of FLOP takes a second, and a gather of BYTES over two ranks a second within a node, and 10 between nodes.
 HARDWARE = Hardware(gpu="h100", mfu=1.0, intra=450, inter=45, latency=0.0)

@@ -20,9 +20,9 @@ from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, OPTIMIZE
 from dpshard.applications.planner.estimates import GIB, largest_micro_batch, zero_model_states
 from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import PRESETS, build
+from dpshard.applications.planner.simulation import simulated
 from dpshard.clipping import scheme
 from dpshard.errors import ConfigurationError, DpshardError
-from tests.applications.simulated import simulated
 from tests.grids import quick
 
 TINY = Transformer(width=64, layers=2, heads=2, vocabulary=96, seq=16)

@@ -15,7 +15,6 @@ from scipy.linalg import solve_triangular, toeplitz
 from torch import Tensor
 
 from dpshard import BandedInverse
-from dpshard.noise.correlation import sensitivity
 from dpshard.noise.keyed import BLOCK
 from tests.distributed.correlated_worker import (
     BANDS,
@@ -29,6 +28,7 @@ from tests.distributed.correlated_worker import (
 )
 from tests.distributed.launch import launch
 from tests.distributed.noise_worker import Model
+from tests.noise.test_correlation import sensitivity
 
 FALSE_ALARM = 1e-7
 

@@ -74,6 +74,13 @@ class Clipping:
 
 
 @contextmanager
+def simulated(setup: Setup) -> Iterator[Simulation]:
+    """Yield one rank; raises as `fake_ranks`."""
+    with fake_ranks(setup):
+        yield Simulation(setup)
+
+
+@contextmanager
 def fake_ranks(setup: Setup) -> Iterator[None]:
     """Make a group that sends nothing. Raises ConfigurationError if one exists, or the mesh does not fit."""
     _require_mesh(setup)
