@@ -1,6 +1,6 @@
 """The parts of shards under one key each: blocks, and their short pieces, whose noise is drawn together.
 
-What depends on neither keys nor values is learnt once: a `Layout` of shards, and its `Pieces`.
+What depends on neither keys nor values is learnt once: a `Layout` of shards, and its `BlockPieces`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LongPiece(NamedTuple):
     end: int
 
 
-class Pieces(NamedTuple):
+class BlockPieces(NamedTuple):
     """A plan for the noise of some blocks."""
 
     short: native.Pieces | None
@@ -119,7 +119,7 @@ def _selected(layout: Layout, indices: tuple[int, ...]) -> Layout:
 
 
 @functools.lru_cache(maxsize=64)
-def cut(layout: Layout, head: int) -> Pieces:
+def cut(layout: Layout, head: int) -> BlockPieces:
     """Cut blocks into heads of `head` elements and rests."""
     short: list[tuple[int, ...]] = []
     rests: list[int] = []
@@ -137,11 +137,11 @@ def cut(layout: Layout, head: int) -> Pieces:
                 short.append((block, first, UNIT // 2, lo, end - head))
     blocks = tuple(block for block, *_ in short)
     pieces = native.Pieces([span.n for span in layout.spans], np.array(short, np.int64)) if short else None
-    return Pieces(pieces, blocks, tuple(rests), tuple(long))
+    return BlockPieces(pieces, blocks, tuple(rests), tuple(long))
 
 
 def release_short_(
-    parts: Sequence[Tensor], pieces: Pieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
+    parts: Sequence[Tensor], pieces: BlockPieces, keys: Sequence[bytes], std: float, divisor: float, *, wide: bool
 ) -> None:
     """Turn the short pieces x of `parts`, of one dtype and device, into (x + std * noise) / divisor.
 
@@ -164,7 +164,7 @@ def release_short_(
     torch._foreach_copy_(elements, joined.copy_(host).split(sizes))
 
 
-def keys_of_pieces(keys: Sequence[bytes], pieces: Pieces) -> list[bytes]:
+def keys_of_pieces(keys: Sequence[bytes], pieces: BlockPieces) -> list[bytes]:
     """Return the key of each short piece, from those of the blocks."""
     own = [keys[block] for block in pieces.blocks]
     for i, key in zip(pieces.rests, rests_of([own[i] for i in pieces.rests]), strict=True):
