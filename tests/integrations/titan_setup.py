@@ -28,6 +28,8 @@ from tests.distributed.ring import HANDLERS
 
 BESIDE = Path(sys.prefix) / "torchtitan"
 WORDS = "we train a model of the words that people write and no one of them shall be told from what it says".split()
+WIDTH, HEADS, VOCABULARY = 64, 4, 264
+"""Of the debug models, whose own are four to eight times as large; no check depends on them. Texts need 258 tokens."""
 TEXTS = [" ".join(WORDS[i % 7 : i % 7 + 2 + i]) for i in range(16)]
 
 
@@ -78,7 +80,8 @@ from torchtitan.hf_datasets.text_datasets import DATASETS  # noqa: E402
 from torchtitan.models.common.attention import ScaledDotProductAttention  # noqa: E402
 from torchtitan.models.common.linear import Linear  # noqa: E402
 from torchtitan.models.common.moe import GroupedExperts  # noqa: E402
-from torchtitan.models.deepseek_v3 import model_registry  # noqa: E402
+from torchtitan.models.deepseek_v3 import _build_dsv3_layers, model_registry  # noqa: E402
+from torchtitan.models.llama3 import _build_llama3_layers  # noqa: E402
 from torchtitan.models.llama3.config_registry import llama3_debugmodel  # noqa: E402
 
 from dpshard.integrations.torchtitan import Privacy, PrivateTrainer, private  # noqa: E402
@@ -107,7 +110,7 @@ class Bytes(BaseTokenizer):
         raise NotImplementedError
 
     def get_vocab_size(self) -> int:
-        return 2048
+        return VOCABULARY
 
 
 class Float8(Linear):
@@ -136,15 +139,20 @@ class WideExperts(GroupedExperts):
 
 
 def debug_run() -> PrivateTrainer.Config:
-    """The debug model with two blocks, on 16 short texts; all are drawn in every step, in two micro-batches of each of
-    two ranks."""
+    """The debug model with two narrow blocks, on 16 short texts; all are drawn in every step, in two micro-batches of
+    each of two ranks."""
     config = private(
         llama3_debugmodel(), Privacy(noise_multiplier=0.0, target_delta=1e-3, clipping_fn="abadi", accountant="rdp")
     )
     model, training = config.model_spec.model, config.training
-    model.layers = model.layers[:2]
+    rope = model.layers[0].attention.rope
+    narrow(model)
+    model.layers = _build_llama3_layers(
+        n_layers=2, dim=WIDTH, n_heads=HEADS, hidden_dim=3 * WIDTH, rope=rope, attn_backend="flex"
+    )
     training.seq_len, training.local_batch_size, training.global_batch_size, training.steps = 64, 4, 16, 1
     training.mixed_precision_param = "float32"
+    config.loss.global_vocab_size = VOCABULARY
     config.optimizer.implementation = "for-loop"
     config.dataloader.dataset = "notes"
     config.tokenizer, config.debug.seed = Bytes.Config(), 0
@@ -152,10 +160,41 @@ def debug_run() -> PrivateTrainer.Config:
     return config
 
 
+def narrow(model: Any) -> None:
+    """Make the tables and norms around the blocks of a model's config small; the blocks are left to the caller."""
+    model.dim, model.vocab_size, model.norm.normalized_shape = WIDTH, VOCABULARY, WIDTH
+    model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = VOCABULARY, WIDTH
+    model.lm_head.in_features, model.lm_head.out_features = WIDTH, VOCABULARY
+
+
 def mixture(config: PrivateTrainer.Config, wide: bool) -> None:
     """Give a run DeepSeek's debug model instead: a dense block, and one with eight experts."""
     config.model_spec = model_registry("debugmodel")
-    config.model_spec.model.layers = config.model_spec.model.layers[:2]
+    model = config.model_spec.model
+    rope = model.layers[0].attention.rope
+    narrow(model)
+    model.layers = _build_dsv3_layers(
+        n_layers=2,
+        n_dense_layers=1,
+        dim=WIDTH,
+        n_heads=HEADS,
+        q_lora_rank=0,
+        kv_lora_rank=2 * WIDTH,
+        qk_nope_head_dim=32,
+        qk_rope_head_dim=rope.dim,
+        v_head_dim=32,
+        mscale=0.70,
+        dense_hidden_dim=4 * WIDTH,
+        moe_hidden_dim=WIDTH,
+        num_experts=8,
+        num_shared_experts=2,
+        router_top_k=3,
+        router_score_func="softmax",
+        rope=rope,
+        attn_backend="flex",
+        moe_comm_backend="standard",
+        non_blocking_capacity_factor=None,
+    )
     if wide:
         experts = config.model_spec.model.layers[1].moe.routed_experts
         given = {f.name: getattr(experts.inner_experts, f.name) for f in fields(experts.inner_experts)}

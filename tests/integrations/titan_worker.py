@@ -51,7 +51,7 @@ def configured(folder: Path, verified: bool = False, **options: Any) -> Any:
         config.training.dtype = config.training.mixed_precision_reduce = precision
     config.privacy.verify = verified
     config.activation_checkpoint = CHECKPOINTING[options.get("checkpointing", "none")]
-    config.privacy.max_grad_norm = options.get("bound", 3.0)
+    config.privacy.max_grad_norm = options.get("bound", 1.5)
     config.privacy.clipping_style = options.get("style", "all-layer")
     config.privacy.documents_per_row = options.get("per_row", 1)
     if config.privacy.documents_per_row == 1 and not options.get("masked"):
