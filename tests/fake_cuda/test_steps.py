@@ -13,6 +13,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.fake_cuda import device
 from tests.grids import quick
@@ -41,7 +42,10 @@ RELEASE = {
 """A release reads the digest of the sums, which keys their noise; at later waits the device is idle."""
 METRICS = 3
 
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a device guard")
+pytestmark = [
+    pytest.mark.skipif(shutil.which("g++") is None, reason="compiles a device guard"),
+    pytest.mark.skipif(torch.backends.cuda.is_built(), reason="a torch built for CUDA refuses another CUDA device"),
+]
 
 
 @pytest.fixture(scope="module")
