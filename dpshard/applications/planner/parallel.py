@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed._functional_collectives import all_gather_tensor_autograd
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor._op_schema import OpSchema
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -108,37 +107,39 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
 
 
 @contextmanager
-def grids_unasked() -> Iterator[None]:
-    """Take the ranks for a grid, which silent ranks cannot confirm."""
-    ask = grid.places_of
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value within the block."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def grids_unasked() -> AbstractContextManager[None]:
+    """Return a block that takes the ranks for a grid, which silent ranks cannot confirm."""
 
     def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
         return grid.sizes_of(data, parts), list(range(everyone.world_size))
 
-    grid.places_of = believe
-    try:
-        yield
-    finally:
-        grid.places_of = ask
+    return replaced(grid, "places_of", believe)
 
 
 @contextmanager
 def outside_of_modes() -> Iterator[None]:
     """Hide from modes what FSDP and DTensor compute."""
     join, infer = DeviceMesh._concatenate, ShardingPropagator._propagate_tensor_meta_non_cached
-
-    def joined(device_mesh_list: list[DeviceMesh]) -> DeviceMesh:
-        with _disable_current_modes():
-            return join(device_mesh_list)
-
-    def inferred(self: ShardingPropagator, op_schema: OpSchema) -> Any:
-        with _disable_current_modes():
-            return infer(self, op_schema)
-
-    DeviceMesh._concatenate = staticmethod(joined)
-    ShardingPropagator._propagate_tensor_meta_non_cached = inferred
-    try:
+    with (
+        replaced(DeviceMesh, "_concatenate", staticmethod(_without_modes(join))),
+        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _without_modes(infer)),
+    ):
         yield
-    finally:
-        DeviceMesh._concatenate = staticmethod(join)
-        ShardingPropagator._propagate_tensor_meta_non_cached = infer
+
+
+def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with _disable_current_modes():
+            return function(*args)
+
+    return call

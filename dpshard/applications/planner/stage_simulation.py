@@ -10,8 +10,8 @@ would be float32.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -25,7 +25,7 @@ from dpshard.applications.planner.counts import Counts
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.meter import Meter
 from dpshard.applications.planner.models import FakeModel, Transformer, cross_entropy
-from dpshard.applications.planner.parallel import cut_weights
+from dpshard.applications.planner.parallel import cut_weights, replaced
 from dpshard.applications.planner.simulation import Clipping, CountingEngine, Setup, Simulation
 from dpshard.applications.planner.timeline import Event
 from dpshard.applications.transformer import GPT, Block
@@ -173,7 +173,7 @@ class StageSimulation(Simulation):
         return subject.model
 
     def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
-        with _stage_backends():
+        with replaced(backends, "local_backend", _stage_backend):
             self._engine_now = _StageEngine(*args, **settings)
         return self._engine_now
 
@@ -252,17 +252,7 @@ class _StageBackend(Backend):
         return tuple(groups), frozenset(group.index for group in groups if group.label in labels)
 
 
-@contextmanager
-def _stage_backends() -> Iterator[None]:
-    known = backends.local_backend
-
-    def backend(model: nn.Module, declared: Any = None) -> Backend:
-        sharding = _Alone(model)
-        store, alone = DotGradStore(sharding), Communicator()
-        return _StageBackend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
-
-    backends.local_backend = backend
-    try:
-        yield
-    finally:
-        backends.local_backend = known
+def _stage_backend(model: nn.Module, declared: Any = None) -> Backend:
+    sharding = _Alone(model)
+    store, alone = DotGradStore(sharding), Communicator()
+    return _StageBackend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
