@@ -98,7 +98,9 @@ def _in_parts(model: nn.Module, known: Mapping[int, Any]) -> Iterator[tuple[str,
 
 
 def _of_model(name: str, parameter: Any) -> tuple[DeviceMesh, Any]:
-    p, mesh = parameter.sharded_param, parameter._unsharded_dtensor_spec.mesh
+    known = hasattr(parameter, "_unsharded_dtensor_spec")
+    spec = parameter._unsharded_dtensor_spec if known else parameter._tp_spec  # of torch 2.11
+    p, mesh = parameter.sharded_param, spec.mesh
     _refuse_uneven(name, p, p.placements[-1])
     return mesh, p.placements[-1]
 
