@@ -190,7 +190,8 @@ class Guard:
         for name in odd:
             if (name in noted or parameters[name].grad is not None) and not self.is_untouched(name):
                 self._refuse(name)
-            self._refuse_shared_memory(name)
+            if name not in noted:  # the noted ones passed, or backward made them
+                self._refuse_shared_memory(name)
         if self._at_once:
             self.compare_bits()
 
