@@ -63,8 +63,10 @@ ON_FOUR: dict[str, dict[str, Any]] = {
 FAULTY: dict[str, dict[str, Any]] = {
     "norms of one stage": {"pp": 2, "precision": "float64", "fault": "own norms"},
     "tokens of a part": {"pp": 2, "part": 2, "precision": "float64", "fault": "mean of tokens"},
+    "norms of a part of the sequence": {"cp": 2, "precision": "float64", "fault": "norms of a part"},
+    "norms of a part of the model": {"tp": 2, "fault": "norms of a part"},
 }
-"""Pipelines with a fault, which give another update."""
+"""Runs with a fault, which gives another update."""
 
 VERIFIED = {
     *CASES,
@@ -232,7 +234,7 @@ def found(world_size: int, *cases: str) -> dict[str, list[Any]]:
 
 def apart() -> dict[str, list[Any]]:
     """What `make test` asks for, in a launch of its own."""
-    return found(2, "resumed", "elsewhere", "refused", "command line")
+    return found(2, "resumed", "elsewhere", "journal lost", "refused", "command line")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -249,7 +251,7 @@ def test_further_updates_are_those_of_single_documents(case: str) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("case", FAULTY)
-def test_a_fault_in_a_pipeline_gives_another_update(case: str) -> None:
+def test_a_fault_gives_another_update(case: str) -> None:
     for rank in found(2, *FAULTY)[case]:
         assert rank["error"] > 1e-3
 
@@ -304,6 +306,12 @@ def test_a_checkpoint_in_the_folder_of_another_run_is_refused() -> None:
     """Its own journal may hold releases after the checkpoint, which that of the other run does not count."""
     for message in apart()["elsewhere"]:
         assert "of another run" in message
+
+
+def test_a_checkpoint_without_its_journal_is_refused() -> None:
+    """The releases after it are unknown."""
+    for message in apart()["journal lost"]:
+        assert "releases.journal is missing" in message
 
 
 @pytest.mark.parametrize("setting", REFUSED)

@@ -1,7 +1,7 @@
 """Trains torchtitan's debug model by a PrivateTrainer on each rank; reports how exact the update was.
 
 Usage, on each rank: python titan_worker.py FOLDER CASE..., of CASES, MORE, ON_FOUR and FAULTY of test_torchtitan.py, or
-"resumed", "resumed pipeline", "elsewhere", "refused", "command line".
+"resumed", "resumed pipeline", "elsewhere", "journal lost", "refused", "command line".
 """
 
 import copy
@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from dpshard.backends.model_parts import ModelParts
 from dpshard.backends.stages import Stages
 from dpshard.checkpoint.journal import Journal
 from dpshard.errors import DpshardError
@@ -122,7 +123,12 @@ def mean_of_tokens(_: Any, logits: Tensor, targets: Tensor) -> tuple[Tensor, Non
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten()), None
 
 
+def norm_of_a_part(self: ModelParts, cut_B: Tensor, _: Tensor) -> Tensor:
+    return self.gather(cut_B)[0]  # the same on all ranks, or the digest raises
+
+
 FAULTS: dict[str, Any] = {
+    "norms of a part": lambda: mock.patch.object(ModelParts, "norm_sq", norm_of_a_part),
     "own norms": lambda: mock.patch.object(Stages, "gather", own_norms),
     "mean of tokens": lambda: mock.patch.multiple(
         DocumentLosses, __call__=mean_of_tokens, take=lambda *_: torch.zeros(4)
@@ -210,15 +216,20 @@ def noisy_run(folder: Path, rows: int, **options: Any) -> Any:
 
 def elsewhere(folder: Path) -> str:
     """What a checkpoint of "resumed" raises in the folder of another run, whose journal does not know its releases."""
-    config = configured(folder)
-    config.privacy.noise_multiplier, config.training.steps, config.training.global_batch_size = 1.0, 3, 8
-    config.checkpoint.enable, config.checkpoint.initial_load_model_only = True, False
-    config.checkpoint.initial_load_path = str(folder.parent / "resumed" / "checkpoint" / "step-2")
     if torch.distributed.get_rank() == 0:
         journal = Journal(folder / "checkpoint" / "releases.journal")
         for step in range(4):
             journal.note(step, bytes(16)).result()
     torch.distributed.barrier()
+    return what_loading_raises(folder)
+
+
+def what_loading_raises(folder: Path) -> str:
+    """What a checkpoint of "resumed" raises in the folder of a run, beside the journal that lies there."""
+    config = configured(folder)
+    config.privacy.noise_multiplier, config.training.steps, config.training.global_batch_size = 1.0, 3, 8
+    config.checkpoint.enable, config.checkpoint.initial_load_model_only = True, False
+    config.checkpoint.initial_load_path = str(folder.parent / "resumed" / "checkpoint" / "step-2")
     trainer = config.build()
     try:
         trainer.train()
@@ -257,6 +268,7 @@ def work() -> list[Any]:
         "resumed": resumed,
         "resumed pipeline": resumed_pipeline,
         "elsewhere": elsewhere,
+        "journal lost": what_loading_raises,
         "refused": refused,
         "command line": command_line,
     }
