@@ -36,8 +36,8 @@ TORCHTITAN := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv
 	typeguard==4.6.1 tensorboard==2.21.0 protobuf==7.36.2 \
 	|| echo "torchtitan cannot be had: its tests will be skipped"
 
-# One thread a process: the test workers share the cores among themselves.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
+# One thread a process: the test workers share the cores among themselves. Bytecode is kept, as many processes import it.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
 .PHONY: venv demo test test-all docs dist gpu gpu-site wheels lint check bench clean
 
