@@ -18,9 +18,11 @@ from torch.utils import _pytree as pytree
 from dpshard.clipping.region import Asked, Row, form_rows, rows_of
 from dpshard.clipping.uses import Use
 from dpshard.interception.active import ActiveForward, Region
+from dpshard.interception.attributes import Attributes
 from dpshard.interception.batch_dims import CallKey, CallLayout
 from dpshard.interception.call import Refusal
 from dpshard.interception.isolation import Isolate, eager
+from dpshard.interception.kinds import kind_of_object
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
@@ -53,6 +55,8 @@ class _Rehearsed:
     refusal: Refusal
     copies: bool
     """True if templates hold values."""
+    attributes: Attributes
+    """Which it has read."""
     known: _Known | None = None
 
     def known_again(self, mode: InterceptionMode, leaves: list[Any]) -> _Known | None:
@@ -67,7 +71,7 @@ class CompiledRegions:
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
-        self._rehearsed: dict[Any, _Rehearsed] = {}
+        self._of_packed: dict[Any, Any] = {}
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with its slots."""
@@ -89,14 +93,18 @@ class CompiledRegions:
         leaves, tree = pytree.tree_flatten((args, kwargs))
         shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
-        key = (module, tree, shapes, mode.grid, any(torch.is_autocast_enabled(device) for device in devices))
-        region = self._rehearsed.get(key)
+        autocast = any(torch.is_autocast_enabled(device) for device in devices)
+        key = (module, tree, shapes, mode.grid, mode.slots.batch_size, autocast)
+        rehearsed = self._rehearsed
+        region = rehearsed.get(key)
+        if region is not None and not region.attributes.are_unchanged():
+            region = None
         if region is None or (known := region.known_again(mode, leaves)) is None:
             tensors = [*(p for _, p in parameters_of(module)), *leaves]
             first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
             if region is None:
                 region = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
-                self._rehearsed[key] = region
+                rehearsed[key] = region
             known = self._known(region, mode, first)
         rows = region.rows
         if region.copies and not mode.slots.compiled:
@@ -115,6 +123,14 @@ class CompiledRegions:
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
+    @property
+    def _rehearsed(self) -> dict[Any, Any]:
+        """Rehearsals that the running forward may repeat: with equal batch dimensions, and as many samples."""
+        mode = self._active.mode  # of the whole model; the innermost one may be of a region around
+        if mode is None or (mode.rehearsals is None and mode.grid is None):
+            return {}
+        return self._of_packed if mode.rehearsals is None else mode.rehearsals
+
     def _rehearse(
         self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
     ) -> _Rehearsed:
@@ -125,14 +141,17 @@ class CompiledRegions:
         refusal = _renaming(mode.refusal, numbering)
         rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
+        attributes = Attributes(module)
         with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
             forward()
+            attributes.leave_out_changed()
         outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
         places = rows_of(outside, self._parameters.by_name)
         rows = form_rows(outside, places)
         copies = any(use.copies for use, _ in outside)
         slots = slot_facts(recorder.asked, places, [row.dim for row in rows])
-        return _Rehearsed(numbering, (*layout.items(),), slots, outside, places, rows, refusal, copies)
+        calls = (*layout.items(),)
+        return _Rehearsed(numbering, calls, slots, outside, places, rows, refusal, copies, attributes)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
         numbering = region.numbering
@@ -183,4 +202,4 @@ def _taken_once_under_checkpoints() -> Iterator[None]:
 
 
 def _constant(x: Any) -> Any:
-    return x if isinstance(x, (bool, int, float, str, bytes, type(None))) else type(x)
+    return x if isinstance(x, (bool, int, float, str, bytes, type(None))) else kind_of_object(x)

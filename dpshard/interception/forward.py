@@ -192,7 +192,9 @@ class Interception:
             exchange = self._parameters.exchange
             grid = run.grid if isinstance(run, PackedRun) else None
             mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
-            mode.plans = self.layouts.plans(run, tape.batch_size) if grid is None else None
+            if grid is None:
+                mode.plans = self.layouts.plans(run, tape.batch_size)
+                mode.rehearsals = mode.plans.rehearsals
             mode.trained = self._parameters.trained
             try:
                 with self._active.recorded(mode):

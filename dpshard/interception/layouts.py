@@ -21,7 +21,7 @@ from dpshard.interception.run import Run
 
 ATTEMPTS = 8
 """Starts of one forward; each unprobed course restarts it."""
-_MOST_PLANS = 8
+_MOST_PLANS = 64
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."

@@ -58,6 +58,9 @@ class UnknownCall(Exception):
 class InterceptionMode(TorchFunctionMode):
     """Redirects calls that use parameters to their rules."""
 
+    rehearsals: dict[Any, Any] | None = None
+    """Of compiled regions, in forwards of this layout and number of samples."""
+
     def __init__(
         self,
         sources: dict[Tensor, Source],
@@ -88,7 +91,7 @@ class InterceptionMode(TorchFunctionMode):
         mode = InterceptionMode(
             self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
         )
-        mode.plans, mode.trained = self.plans, self.trained
+        mode.plans, mode.trained, mode.rehearsals = self.plans, self.trained, self.rehearsals
         return mode
 
     def rebind(self, parameter: Tensor, source: Source) -> None:

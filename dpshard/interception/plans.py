@@ -61,6 +61,8 @@ class Plans:
 
     def __init__(self) -> None:
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
+        self.rehearsals: dict[Any, Any] = {}
+        """Of compiled regions; see compiled.py."""
 
     def find(self, func: Function, args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> PlannedUse | None:
         """Return the plan of a call."""

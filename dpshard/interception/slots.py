@@ -148,6 +148,6 @@ def _cut(facts: str, made: Sequence[Sequence[Tensor]]) -> list[tuple[list[str], 
 
 
 ANOTHER_COURSE = (
-    "A compiled region uses other parameters than before with the same inputs: an attribute that selects its path has "
+    "A compiled region uses other parameters than before with the same inputs: a global that selects its path has "
     "changed. Make it an argument of the call (a bool or a str), or compile only the parts that do not depend on it."
 )

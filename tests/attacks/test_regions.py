@@ -1,0 +1,210 @@
+"""Compiled regions whose calls look alike: the records are those of the call now.
+
+Failure modes: rows of a region are grouped by the number of samples, or by the order of rows, of an earlier call with
+equal shapes, so several samples are clipped as one, or one sample as several; a backward uses the stride, epsilon or
+buffer that a module had before.
+"""
+
+import copy
+import enum
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from tests.attacks.oracle import clipped_sum
+from tests.oracle import (
+    TOLERANCE,
+    clipped_mean,
+    gradients_of,
+    noise_free_engine,
+    per_sample_gradients,
+    ramp_loss,
+    randn,
+    relative_error,
+)
+
+R = 0.1
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
+]
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Order(enum.Enum):
+    SAMPLES, TIMES = "samples", "times"
+
+
+class Flat(nn.Module):
+    """A compiled block on the rows of all samples, in an order that an argument chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.block.compile(backend="aot_eager")
+
+    def forward(self, x, order=Order.SAMPLES):
+        if order in (Order.TIMES, True):
+            return self.block(x.transpose(0, 1).reshape(-1, 4)).view(x.shape[1], x.shape[0], 4).transpose(0, 1)
+        return self.block(x.reshape(-1, 4)).view(x.shape)
+
+
+def require_exact_steps(model, calls, change=lambda _: None, **options):
+    """Take a step of own batches for each call (data, further arguments, whether the model changes before it)."""
+    plain = copy.deepcopy(model)
+    for module in plain.modules():
+        module._compiled_call_impl = None
+    engine = noise_free_engine(model, batch_size=6, steps=len(calls), max_grad_norm=R, **options)
+    for x, arguments, changes in calls:
+        if changes:
+            change(model), change(plain)
+        expected = clipped_mean(
+            per_sample_gradients(plain, (x,), lambda y, *_: ramp_loss(y)), max_grad_norm=R, batch_size=6
+        )
+        ramp_loss(model(x, *arguments)).backward()
+        engine.privatize()
+        assert relative_error(gradients_of(model), expected) <= TOLERANCE
+        model.zero_grad()
+
+
+@pytest.mark.parametrize("shapes", [[(2, 20), (18, 1), (2, 9)], [(4, 9), (36, 1), (2, 18), (36, 1)]])
+@pytest.mark.parametrize("verify", [True, False])
+def test_as_many_rows_may_be_of_another_number_of_samples(shapes, verify):
+    calls = [(randn(*shape, 4), (), False) for shape in shapes]
+    require_exact_steps(Flat().double(), calls, verify=verify)
+
+
+@pytest.mark.parametrize("orders", [[Order.SAMPLES, Order.TIMES] * 2, [False, True] * 2])
+def test_an_argument_may_choose_the_order_of_rows(orders):
+    require_exact_steps(Flat().double(), [(randn(6, 4, 4), (order,), False) for order in orders])
+
+
+def test_micro_batches_of_one_step_may_differ_in_the_order_of_rows():
+    """Under engine.batches: a wrong group of rows moved a sum by four times the bound of a sample."""
+
+    def loop(model, engine, optimizer, dataset):
+        for batch in engine.batches(dataset, micro_batch_size=4):
+            for i, (x,) in enumerate(batch):
+                (model(x, i == 1).flatten(1).sum(1) * 50).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def plain():
+        model = Flat()
+        model.block._compiled_call_impl = None
+        return model
+
+    data = TensorDataset(torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1)))
+    expected, found = (clipped_sum(build, loop, data, max_grad_norm=1.0) for build in (plain, Flat))
+    assert relative_error(found, expected) <= 1e-5
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 8))
+        self.register_buffer("mask", torch.ones(3, 8))
+
+    def forward(self, x):
+        return F.linear(x, self.weight * self.mask)
+
+
+class Scaled(nn.Module):
+    """A constant that an object holds."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.options = nn.LayerNorm(8), type("Options", (), {})()
+        self.options.eps = 1e-5
+
+    def forward(self, x):
+        return F.layer_norm(x, (8,), self.norm.weight, self.norm.bias, self.options.eps)
+
+
+class Frozen(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.norm.eval()
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x):
+        return self.norm(x)
+
+
+CHANGES = {
+    "dilation": (lambda: nn.Conv1d(3, 3, 3, padding=1), dict(dilation=(2,), padding=(2,))),
+    "groups of channels": (lambda: nn.GroupNorm(1, 3), dict(num_groups=3)),
+    "epsilon": (lambda: nn.LayerNorm(8), dict(eps=0.4)),
+    "mean": (Frozen, {"norm.running_mean": torch.ones(3)}),
+    "mask": (Masked, dict(mask=torch.eye(3, 8))),
+    "option": (Scaled, {"options.eps": 0.4}),
+}
+
+
+@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_changed_attribute_counts_from_the_next_call(what, verify):
+    build, values = CHANGES[what]
+    model = nn.Sequential(nn.Linear(8, 8), build()).double().train()
+    before = {path: at(model[1], path) for path in values}
+
+    def change(model):
+        for path, was in before.items():
+            owner, name = owner_of(model[1], path)
+            new = values[path].double() if isinstance(was, torch.Tensor) else values[path]
+            setattr(owner, name, new if getattr(owner, name) is was or same(getattr(owner, name), was) else was)
+
+    model.compile(backend="aot_eager")
+    calls = [(randn(6, 3, 8), (), change) for change in (False, False, True, False, True)]
+    require_exact_steps(model, calls, change, verify=verify)
+
+
+def same(x, y):
+    return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
+
+
+def owner_of(x, path):
+    *parents, name = path.split(".")
+    for parent in parents:
+        x = getattr(x, parent)
+    return x, name
+
+
+def at(x, path):
+    return getattr(*owner_of(x, path))
+
+
+def test_a_region_that_counts_its_calls_is_rehearsed_once(monkeypatch):
+    """Its own writes are no change, or each forward would run twice."""
+    from dpshard.interception.compiled import CompiledRegions
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x):
+            self.calls += 1
+            self.latest = x.detach()
+            return super().forward(x)
+
+    rehearsals = []
+    rehearse = CompiledRegions._rehearse
+    monkeypatch.setattr(CompiledRegions, "_rehearse", lambda self, *args: rehearsals.append(1) or rehearse(self, *args))
+    model = nn.Sequential(Counting(8, 8), nn.Tanh()).double()
+    model[0].compile(backend="eager")
+    require_exact_steps(model, [(randn(6, 8), (), False)] * 4)
+    assert len(rehearsals) <= 3  # two of them for numbers of samples that verification takes
