@@ -6,7 +6,7 @@ A rehearsal in eager mode shows which slots.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +29,7 @@ from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.region_facts import RegionFacts, key_of
 from dpshard.interception.slots import SlotRecorder, slot_facts
 from dpshard.names import parameters_of
+from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
 
 
@@ -55,6 +56,8 @@ class _Rehearsed:
     refusal: Refusal
     copies: bool
     """True if templates hold values."""
+    trained: list[str]
+    """Labels of the sources that the region is given; freezing removes one."""
     attributes: Attributes
     """Which it has read."""
     known: _Known | None = None
@@ -91,10 +94,10 @@ class CompiledRegions:
                 yield
             return
         leaves, tree = pytree.tree_flatten((args, kwargs))
-        shapes = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else _constant(x) for x in leaves)
+        inputs = tuple([_fact(x, mode.sources) if isinstance(x, Tensor) else _constant(x) for x in leaves])
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         autocast = any(torch.is_autocast_enabled(device) for device in devices)
-        key = (module, tree, shapes, mode.grid, mode.slots.batch_size, autocast)
+        key = (module, tree, inputs, mode.grid, mode.slots.batch_size, autocast)
         rehearsed = self._rehearsed
         region = rehearsed.get(key)
         if region is not None and not region.attributes.are_unchanged():
@@ -102,7 +105,7 @@ class CompiledRegions:
         if region is None or (known := region.known_again(mode, leaves)) is None:
             tensors = [*(p for _, p in parameters_of(module)), *leaves]
             first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
-            if region is None:
+            if region is None or region.trained != [mode.sources[x].label for x in first]:
                 region = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
                 rehearsed[key] = region
             known = self._known(region, mode, first)
@@ -138,6 +141,7 @@ class CompiledRegions:
         layout = NumberedLayout(numbering, mode.layout)
         for x in first:
             numbering.number(mode.sources[x])
+        trained = [mode.sources[x].label for x in first]
         refusal = _renaming(mode.refusal, numbering)
         rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
@@ -151,7 +155,7 @@ class CompiledRegions:
         copies = any(use.copies for use, _ in outside)
         slots = slot_facts(recorder.asked, places, [row.dim for row in rows])
         calls = (*layout.items(),)
-        return _Rehearsed(numbering, calls, slots, outside, places, rows, refusal, copies, attributes)
+        return _Rehearsed(numbering, calls, slots, outside, places, rows, refusal, copies, trained, attributes)
 
     def _known(self, region: _Rehearsed, mode: InterceptionMode, first: list[Tensor]) -> _Known:
         numbering = region.numbering
@@ -199,6 +203,10 @@ def _taken_once_under_checkpoints() -> Iterator[None]:
         yield
     finally:
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = before
+
+
+def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
+    return (x.shape, x.dtype, sources[x].label if x in sources else None)
 
 
 def _constant(x: Any) -> Any:

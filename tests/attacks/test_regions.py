@@ -147,11 +147,11 @@ class Frozen(nn.Module):
 
 
 CHANGES = {
-    "dilation": (lambda: nn.Conv1d(3, 3, 3, padding=1), dict(dilation=(2,), padding=(2,))),
-    "groups of channels": (lambda: nn.GroupNorm(1, 3), dict(num_groups=3)),
-    "epsilon": (lambda: nn.LayerNorm(8), dict(eps=0.4)),
+    "dilation": (lambda: nn.Conv1d(3, 3, 3, padding=1), {"dilation": (2,), "padding": (2,)}),
+    "groups of channels": (lambda: nn.GroupNorm(1, 3), {"num_groups": 3}),
+    "epsilon": (lambda: nn.LayerNorm(8), {"eps": 0.4}),
     "mean": (Frozen, {"norm.running_mean": torch.ones(3)}),
-    "mask": (Masked, dict(mask=torch.eye(3, 8))),
+    "mask": (Masked, {"mask": torch.eye(3, 8)}),
     "option": (Scaled, {"options.eps": 0.4}),
 }
 
@@ -172,6 +172,50 @@ def test_a_changed_attribute_counts_from_the_next_call(what, verify):
     model.compile(backend="aot_eager")
     calls = [(randn(6, 3, 8), (), change) for change in (False, False, True, False, True)]
     require_exact_steps(model, calls, change, verify=verify)
+
+
+class Blocks(nn.Module):
+    """Compiled blocks; the first is given one scale, then another."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Scaling() for _ in range(2))
+        self.scales = nn.ParameterList(torch.rand(4) for _ in range(2))
+        for block in self.blocks:
+            block.compile(backend="aot_eager")
+
+    def forward(self, x):
+        x = self.blocks[0](self.blocks[0](x, self.scales[0]), self.scales[1])
+        return self.blocks[1](x, self.scales[1])
+
+
+class Scaling(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.own = nn.Linear(4, 4), nn.Parameter(torch.rand(4))
+
+    def forward(self, x, scale):
+        return self.linear(x * scale).tanh() * self.own
+
+
+@pytest.mark.parametrize("frozen", ["own", "bias", "blocks.0", "scales.1"])
+def test_parameters_may_be_frozen_for_some_steps(frozen):
+    def toggle(model):
+        for name, parameter in model.named_parameters():
+            if frozen in name:
+                parameter.requires_grad_(not parameter.requires_grad)
+
+    calls = [(randn(6, 3, 4), (), change) for change in (False, False, True, False, True, True)]
+    require_exact_steps(Blocks().double(), calls, toggle)
+
+
+def test_weights_may_be_tied_between_steps():
+    def tie(model):
+        model[2].weight = model[0].weight
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
+    model.compile(backend="aot_eager")
+    require_exact_steps(model, [(randn(6, 4), (), change) for change in (False, True, False)], tie)
 
 
 def same(x, y):
