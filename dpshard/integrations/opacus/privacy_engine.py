@@ -24,7 +24,7 @@ from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unacco
 from dpshard.integrations.opacus.validators import ModuleValidator
 
 _ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
-"""Both compose privacy loss distributions numerically."""
+"""dpshard's name of each accountant of Opacus; "prv" and "pld" both compose privacy loss distributions."""
 
 
 class PrivacyEngine:
