@@ -64,8 +64,8 @@ class PrivacyEngine:
     """Makes the training of `model` differentially private: clips each sample's gradient, adds noise, counts epsilon.
 
     Any optimizer gets (sum_i C_i g_i + noise) / batch_size, one logical batch per step. g_i is the gradient of sample
-    i's own loss, C_i its clipping factor. By default, the noise has standard deviation noise_multiplier * max_grad_norm.
-    `gradient_noise_std` is the actual one, after the division.
+    i's own loss, C_i its clipping factor. By default, the noise has standard deviation noise_multiplier *
+    max_grad_norm. `gradient_noise_std` is the actual one, after the division.
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
