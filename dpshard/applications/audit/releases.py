@@ -39,6 +39,7 @@ from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.config import BatchSchedule, is_count, refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
+from dpshard.randomness import host_states, restore_host
 
 SIGMA = 0.01
 """Far above the rounding of float32 sums."""
@@ -322,10 +323,9 @@ def _seed() -> None:
 
 @contextmanager
 def _seeds_given_back() -> Iterator[None]:
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    states = host_states()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
+        restore_host(states)
