@@ -15,7 +15,7 @@ from dpshard.backends.backward_passes import BackwardPasses
 from dpshard.backends.deepspeed.config import require_no_accumulation
 from dpshard.backends.deepspeed.reducer import Reducer, Shape
 from dpshard.backends.deepspeed.sharding import ZeroSharding
-from dpshard.backends.roles import Take
+from dpshard.backends.roles import Reduction, Take
 from dpshard.errors import LogicalBatchError
 from dpshard.noise.keyed import SumShard
 
@@ -31,10 +31,8 @@ def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
     return Reducer(sharding.layout, shapes, group, late=stage == 1)
 
 
-class PartitionReduction:
+class PartitionReduction(Reduction):
     """See [Note: Why DeepSpeed does not reduce]."""
-
-    is_unsummed = True
 
     def __init__(self, model_engine: Any, reducer: Reducer, *, stage: int) -> None:
         self._model_engine, self._reducer, self._stage = model_engine, reducer, stage
@@ -75,13 +73,14 @@ class PartitionReduction:
         """None: scripts cannot reach the sums."""
         return
 
+    @property
+    def is_unsummed(self) -> bool:
+        """See Reduction."""
+        return True
+
     def sum_rest(self) -> None:
         """Reduce stage 1's sums."""
         self._reducer.complete()
-
-    def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest of all fragments."""
-        return ranks_WL.sum(0)
 
     def detach(self) -> None:
         """Restore DeepSpeed."""
