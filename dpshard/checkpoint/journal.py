@@ -16,7 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dpshard.checkpoint.disk import flush
+from dpshard.checkpoint.disk import flush, open_private
 
 _ENTRY = struct.Struct("<Q16s")
 _CHECK = 8
@@ -65,7 +65,7 @@ class Journal:
             self._require_kept(self._descriptor)
         elif not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            open_private(self.path, "ab").close()
             flush(self.path.parent)
 
     def note(self, step: int, identity: bytes) -> Future[None]:
