@@ -4,7 +4,7 @@ from dpshard.applications.tabular.columns import Column, parse_columns
 from dpshard.applications.tabular.encoding import Encoder, fit_privately
 from dpshard.applications.tabular.networks import make_network
 from dpshard.applications.tabular.objectives import Classes, Numbers, Objective
-from dpshard.applications.tabular.statistics import Statistics, balanced, noise_for, private_statistics
+from dpshard.applications.tabular.statistics import balanced, noise_for, private_statistics
 
 __all__ = [
     "Classes",
@@ -12,7 +12,6 @@ __all__ = [
     "Encoder",
     "Numbers",
     "Objective",
-    "Statistics",
     "balanced",
     "fit_privately",
     "make_network",
