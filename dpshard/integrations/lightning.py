@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.integrations.loaders import loading_options
+from dpshard.integrations.loaders import batches_of
 from dpshard.randomness import host_states, restore_host
 from dpshard.sampling import require_dataset
 from dpshard.step.logical_batch import LogicalBatch
@@ -166,13 +166,7 @@ class _CallbackLoader:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
         # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
-            return engine.batches(
-                self._loader.dataset,
-                self._micro_batch_size,
-                steps=len(self),
-                pad=self._pad,
-                **loading_options(self._loader),
-            )
+            return batches_of(self._loader, engine, self._micro_batch_size, steps=len(self), pad=self._pad)
 
 
 def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
