@@ -64,7 +64,8 @@ class PrivacyEngine:
     """Makes the training of `model` differentially private: clips each sample's gradient, adds noise, counts epsilon.
 
     Any optimizer gets (sum_i C_i g_i + noise) / batch_size, one logical batch per step. g_i is the gradient of sample
-    i's own loss, C_i its clipping factor. The noise has standard deviation noise_multiplier * max_grad_norm.
+    i's own loss, C_i its clipping factor. By default, the noise has standard deviation noise_multiplier *
+    max_grad_norm. `gradient_noise_std` is the actual one, after the division.
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
@@ -296,7 +297,8 @@ class PrivacyEngine:
         Call `optimizer.step()` after each, also after an empty one. Loops that sort, shuffle or augment rows need
         `pad=False`: smaller last micro-batches, or one padding row if none was drawn. `packing` packs documents into
         rows; `micro_batch_size` is then the largest number of documents. `steps` requests another number of logical
-        batches; steps beyond the plan exceed `target_epsilon`. DataLoader defines the other arguments.
+        batches. A step beyond the budget raises BudgetExceededError, or warns with on_budget="continue". DataLoader
+        defines the other arguments.
 
         Raises DataError for a data set that is empty, not map-style, or not of `sample_size`. With
         sampling="fixed-order", `dataset` may be an IterableDataset, whole on every rank. Each epoch yields the same

@@ -19,11 +19,13 @@ import hmac
 import itertools
 import operator
 import os
+import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from dpshard.errors import ConfigurationError
@@ -77,6 +79,19 @@ def _encode(part: str | int) -> bytes:
     kind, text = (b"s", part) if isinstance(part, str) else (b"i", str(int(operator.index(part))))
     data = text.encode()
     return kind + len(data).to_bytes(8, "little") + data
+
+
+def host_states() -> tuple[Any, Any, Any]:
+    """Return the states of the global generators of torch (on the CPU), NumPy and Python."""
+    return torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002  # models and data use them
+
+
+def restore_host(states: Iterable[Any]) -> None:
+    """Restore `host_states()`."""
+    of_torch, of_numpy, of_python = states
+    torch.set_rng_state(of_torch)
+    np.random.set_state(of_numpy)  # noqa: NPY002
+    random.setstate(of_python)
 
 
 class RandomSource:

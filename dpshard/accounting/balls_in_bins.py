@@ -2,7 +2,7 @@
 
 The first n sums of an epoch are a release of `allocated_steps` = n. Let k be the largest number of copies of a step in
 an epoch. Scaling a coordinate down and adding noise turns sqrt(k) into less ([Note: Copies of a step share their batch]
-in copies.py). So the epoch costs at most one with noise multiplier sigma / sqrt(k).
+in spans.py). So the epoch costs at most one with noise multiplier sigma / sqrt(k).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 [Note: What a step that is taken again costs]
 A keyed digest of step and sums is the identity of a release. To repeat it costs nothing ([Note: Equal sums, equal
 noise] in noise/digest.py). A step with another or forgotten identity is charged ([Note: Copies of a step share their
-batch] in copies.py).
+batch] in spans.py).
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ it or later. In cyclic sampling, a window with rows of k spans costs as with sig
 from __future__ import annotations
 
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -28,7 +28,7 @@ from typing import ClassVar, Protocol
 import numpy as np
 
 from dpshard.accounting.releases import SIMULATION_FAILURE, Release
-from dpshard.accounting.spans import Span, total_cost
+from dpshard.accounting.spans import Span, by_run, total_cost
 from dpshard.noise.correlation import Correlation, Series, sensitivities
 
 MOST_BINS = 2**14
@@ -198,7 +198,4 @@ def cost_of(spans: Iterable[Span], scheme: SamplingScheme | None) -> Counter[Rel
     """Return what all `spans` cost, of runs of this scheme."""
     if scheme is None:
         return total_cost(spans)
-    runs: dict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        runs[span.run].append(span)
-    return sum((scheme.cost(of_run) for of_run in runs.values()), Counter())
+    return sum(map(scheme.cost, by_run(spans)), Counter())

@@ -93,13 +93,18 @@ def _together(release: Release, k: int) -> Release:
     )
 
 
-def total_cost(spans: Iterable[Span]) -> Counter[Release]:
-    """Return what all `spans` cost."""
+def by_run(spans: Iterable[Span]) -> Iterable[list[Span]]:
+    """Return the spans of each run."""
     runs: dict[str, list[Span]] = defaultdict(list)
     for span in spans:
         runs[span.run].append(span)
+    return runs.values()
+
+
+def total_cost(spans: Iterable[Span]) -> Counter[Release]:
+    """Return what all `spans` cost."""
     total: Counter[Release] = Counter()
-    for of_run in runs.values():
+    for of_run in by_run(spans):
         marks = sorted({step for span in of_run for step in (span.start, span.stop)})
         ahead, here = sorted(of_run, key=lambda span: span.start, reverse=True), []
         for start, stop in itertools.pairwise(marks):

@@ -13,8 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dpshard.backends.backend import Backend
-from dpshard.backends.deepspeed.config import is_managed, is_model_engine
-from dpshard.backends.deepspeed.linear import keep_linear
+from dpshard.backends.deepspeed.config import is_managed, is_model_engine, keep_linear
 from dpshard.backends.local import local_backend
 from dpshard.backends.model_parallel import (
     placed_parameters,
@@ -55,7 +54,7 @@ def _chosen(model: nn.Module, declared: DeclaredParts | None) -> Backend:
             "is not supported here."
         )
     if is_model_engine(model):
-        from dpshard.backends.deepspeed.backend import deepspeed_backend
+        from dpshard.backends.deepspeed.gradients import deepspeed_backend
 
         return deepspeed_backend(model)
     if is_managed(model):

@@ -21,7 +21,7 @@ from dpshard.backends.collectives import sum_in_place
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import DotGradStore, add
 from dpshard.backends.model_parts import DeclaredParts
-from dpshard.backends.roles import Take
+from dpshard.backends.roles import Reduction, Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import ConfigurationError, DpshardError, LogicalBatchError
 from dpshard.names import canonical_name
@@ -52,7 +52,7 @@ class _Replicated(Unsharded):
     accumulates = True
 
 
-class DDPReduction:
+class DDPReduction(Reduction):
     """DDP's own Reduction; half-precision sums are reduced in float32, after the last backward."""
 
     def __init__(
@@ -137,9 +137,6 @@ class DDPReduction:
                 "zero_grad() to start afresh."
             )
         return ranks_WL[0]
-
-    def detach(self) -> None:
-        """Do nothing."""
 
 
 def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded) -> None:

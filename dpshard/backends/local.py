@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 from torch import Tensor, nn
 
@@ -12,7 +10,7 @@ from dpshard.backends.backend import Backend
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.model_parts import DeclaredParts
-from dpshard.backends.roles import Take
+from dpshard.backends.roles import Reduction, Take
 from dpshard.backends.sharding import Unsharded
 from dpshard.errors import DpshardError
 from dpshard.records import as_real
@@ -30,10 +28,8 @@ def local_backend(model: nn.Module, declared: DeclaredParts | None = None) -> Ba
     return Backend(f"parts on {everyone.world_size} ranks", everyone, sharding, NoReduction(store), store, data, grid)
 
 
-class NoReduction:
-    """The Reduction of a rank with nothing to reduce."""
-
-    is_unsummed = False
+class NoReduction(Reduction):
+    """Nothing to reduce."""
 
     def __init__(self, store: DotGradStore) -> None:
         self._store = store
@@ -49,10 +45,6 @@ class NoReduction:
         self._store.require_untouched(names)
         self._store.add_sums(names, take)
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return an empty block."""
-        return nullcontext()
-
     def runs_everywhere(self, *, last: bool) -> bool:
         """Return False: no rank waits for this one."""
         return False
@@ -60,16 +52,6 @@ class NoReduction:
     def fault(self) -> DpshardError | None:
         """See Reduction."""
         return self._store.fault()
-
-    def sum_rest(self) -> None:
-        """Do nothing."""
-
-    def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest of the only rank."""
-        return ranks_WL.sum(0)
-
-    def detach(self) -> None:
-        """Do nothing."""
 
 
 class DirectReduction(NoReduction):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,44 +14,42 @@ from dpshard.errors import DpshardError
 from dpshard.noise.keyed import SumShard
 
 
-class Reduction(Protocol):
-    """Sums clipped sums over ranks."""
+class Reduction(ABC):
+    """Sums clipped sums over ranks, by default all of them during backward."""
 
+    @abstractmethod
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
         """Take the clipped sums of an anchor's parameters; return their gradients for autograd.
 
         Ranks are summed, never averaged, in float32 or wider.
         """
-        ...
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Block around one micro-batch."""
-        ...
+        """Return the block around one micro-batch."""
+        return nullcontext()
 
+    @abstractmethod
     def runs_everywhere(self, *, last: bool) -> bool:
         """Return True if ranks wait for each other, even with padding."""
-        ...
 
+    @abstractmethod
     def fault(self) -> DpshardError | None:
         """Return why this rank's sums must not be released."""
-        ...
 
     @property
     def is_unsummed(self) -> bool:
         """True if `sum_rest` has sums to reduce."""
-        ...
+        return False
 
-    def sum_rest(self) -> None:
+    def sum_rest(self) -> None:  # noqa: B027
         """Reduce what backward did not."""
-        ...
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
         """Digest [L] of the sums from the ranks' contributions; LogicalBatchError if replicas differ."""
-        ...
+        return ranks_WL.sum(0)
 
-    def detach(self) -> None:
+    def detach(self) -> None:  # noqa: B027
         """Restore the framework."""
-        ...
 
 
 class GradientStore(Protocol):

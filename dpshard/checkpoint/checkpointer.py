@@ -19,8 +19,7 @@ from dpshard.backends.training_state import Snapshot, TrainingState
 from dpshard.checkpoint import engine_state, storage
 from dpshard.checkpoint.disk import explained
 from dpshard.checkpoint.folders import CheckpointFolder, Digests, digest
-from dpshard.checkpoint.journal import Journal, Mark, Release
-from dpshard.checkpoint.notes import ReleaseNotes
+from dpshard.checkpoint.journal import Journal, Mark, Release, ReleaseNotes
 from dpshard.errors import CheckpointError, ConfigurationError
 
 T = TypeVar("T")

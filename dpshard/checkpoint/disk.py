@@ -7,7 +7,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+from typing import IO, Any, TypeVar
 
 from dpshard.errors import CheckpointError
 
@@ -23,6 +23,13 @@ def flush(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def open_private(path: Path, mode: str, *, public: bool = False) -> IO[Any]:
+    """Open a file as `open`; a new one may be read only by its owner, unless `public`."""
+    rights = 0o644 if public else 0o600
+    encoding = None if "b" in mode else "utf-8"
+    return open(path, mode, encoding=encoding, opener=lambda name, flags: os.open(name, flags, rights))
 
 
 def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:

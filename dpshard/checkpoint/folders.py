@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dpshard.checkpoint.disk import flush
+from dpshard.checkpoint.disk import flush, open_private
 from dpshard.checkpoint.engine_state import digest_of
 from dpshard.errors import CheckpointError
 
@@ -56,8 +56,7 @@ class CheckpointFolder:
         """Complete the checkpoint; remove older ones except the newest `keep`."""
         partial, place = self._partial(step), self.of(step)
         body = {"format": FORMAT, "step": step, **facts, "files": digests}
-        descriptor = os.open(partial / MANIFEST, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with open_private(partial / MANIFEST, "x") as file:
             json.dump({**body, "digest": digest_of(body)}, file, indent=1)
             file.flush()
             os.fsync(file.fileno())

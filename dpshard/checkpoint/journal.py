@@ -12,11 +12,14 @@ import errno
 import hashlib
 import os
 import struct
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from dpshard.checkpoint.disk import flush
+from dpshard.backends.ranks import Ranks
+from dpshard.checkpoint.disk import explained, flush, open_private
+from dpshard.errors import CheckpointError
 
 _ENTRY = struct.Struct("<Q16s")
 _CHECK = 8
@@ -65,7 +68,7 @@ class Journal:
             self._require_kept(self._descriptor)
         elif not self.path.exists():
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            os.close(os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600))
+            open_private(self.path, "ab").close()
             flush(self.path.parent)
 
     def note(self, step: int, identity: bytes) -> Future[None]:
@@ -116,3 +119,30 @@ def _entry(step: int, identity: bytes) -> bytes:
 
 def _digest(entry: bytes) -> bytes:
     return hashlib.sha256(entry).digest()[:_CHECK]
+
+
+class ReleaseNotes:
+    """Writes releases to a journal; all ranks make it together.
+
+    Without a wait, other ranks could use a release that a crash of the first then forgets.
+    """
+
+    def __init__(self, journal: Journal) -> None:
+        self._journal = journal
+        self._ranks = Ranks()  # of its own, since a thread may save by others
+
+    def note(self, step: int, identity: bytes) -> Callable[[], object]:
+        """Note a release on the first rank; return a function of all ranks that waits for the disk.
+
+        The function raises CheckpointError, on all ranks, if it cannot be written. In one process `note` may, too.
+        """
+        if not self._ranks.first:
+            return lambda: self._ranks.on_first(lambda: None)
+        try:
+            written = explained(self._journal.path, lambda: self._journal.note(step, identity))()
+        except CheckpointError as error:
+            if self._ranks.alone:
+                raise
+            written = Future()  # other ranks wait for this one
+            written.set_exception(error)
+        return lambda: self._ranks.on_first(explained(self._journal.path, written.result))

@@ -7,7 +7,6 @@ zero_grad before the first micro-batch instead.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -21,7 +20,8 @@ from torch.utils.data import DataLoader
 from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
-from dpshard.integrations.loaders import loading_options
+from dpshard.integrations.loaders import batches_of
+from dpshard.randomness import host_states, restore_host
 from dpshard.sampling import require_dataset
 from dpshard.step.logical_batch import LogicalBatch
 
@@ -166,13 +166,7 @@ class _CallbackLoader:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
         # A loader draws a seed, which must not move the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
-            return engine.batches(
-                self._loader.dataset,
-                self._micro_batch_size,
-                steps=len(self),
-                pad=self._pad,
-                **loading_options(self._loader),
-            )
+            return batches_of(self._loader, engine, self._micro_batch_size, steps=len(self), pad=self._pad)
 
 
 def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
@@ -196,20 +190,18 @@ def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
 
 
 def _random_states() -> dict[str, Any]:
-    kind, keys, *rest = np.random.get_state()  # noqa: NPY002  # global, as in data augmentation
+    of_torch, (kind, keys, *rest), of_python = host_states()
     return {
-        "torch": torch.get_rng_state(),
+        "torch": of_torch,
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
         "numpy": [kind, torch.from_numpy(np.asarray(keys, dtype=np.int64)), *rest],
-        "python": random.getstate(),
+        "python": of_python,
     }
 
 
 def _restore_random(states: Mapping[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
     if len(states["cuda"]) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(states["cuda"])
     kind, keys, *rest = states["numpy"]
-    np.random.set_state((kind, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
     version, internal, gauss = states["python"]
-    random.setstate((version, tuple(internal), gauss))
+    restore_host((states["torch"], (kind, keys.numpy().astype(np.uint32), *rest), (version, tuple(internal), gauss)))

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Self, cast
 
 import numpy as np
@@ -25,11 +26,10 @@ from dpshard.applications.tabular import (
     Encoder,
     Numbers,
     Objective,
-    balanced,
+    fit_privately,
     make_network,
     noise_for,
     parse_columns,
-    private_statistics,
 )
 from dpshard.applications.tabular.columns import cell_name
 from dpshard.config import require_choice
@@ -100,22 +100,17 @@ class _PrivateEstimator(BaseEstimator):
         asked = {"sample_size": samples, "target_epsilon": self.target_epsilon, "target_delta": self.target_delta}
         advice = advise(**asked) if None in given else None
         delta = advice.target_delta if advice and self.target_delta is None else self.target_delta
+        budget = {"target_epsilon": self.target_epsilon, "target_delta": delta}
+        noise = partial(noise_for, self.statistics_share, samples=samples, **budget)
+        facts: dict[str, Any] = {"units": units, "target_N": target if y is None else None}
+        if y is not None and self._balances():
+            facts |= {"labels": y.numpy(), "classes": objective.count}
         encoder = Encoder.of(frame, self._given(frame))
-        cells_ND = encoder.unbounded_cells(frame)
-        if y is None:
-            cells_ND = np.concatenate([cells_ND, target[:, None]], axis=1)
-        earlier: Any = ()
-        counted = {"labels": y.numpy(), "classes": objective.count} if y is not None and self._balances() else {}
-        if cells_ND.shape[1] or counted:
-            budget = {"target_epsilon": self.target_epsilon, "target_delta": delta}
-            noise = noise_for(self.statistics_share, samples=samples, **budget)
-            statistics = private_statistics(cells_ND, noise, units=units, **counted)
-            earlier, bounds = statistics.earlier, statistics.bounds
-            if statistics.counts is not None:
-                objective = Classes(objective.count, balanced(statistics.counts, noise))
-            encoder = encoder.bounded(bounds if y is not None else bounds[:-1])
-            if y is None:
-                objective = Numbers(*bounds[-1].tolist())
+        encoder, bounds, earlier, weights = fit_privately(encoder, frame, noise, **facts)
+        if weights is not None:
+            objective = Classes(objective.count, weights)
+        if bounds is not None:
+            objective = Numbers(*bounds)
         if isinstance(objective, Numbers):
             y = objective.scaled(torch.from_numpy(target))
         self.encoder_, self.objective_ = encoder, objective

@@ -11,7 +11,6 @@ import copy
 import json
 import logging
 import math
-import os
 from collections.abc import Callable, Iterator, Mapping, Sized
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from transformers import Seq2SeqTrainer, Trainer, TrainerCallback, TrainingArguments
 
+from dpshard.checkpoint.disk import open_private
 from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
@@ -268,8 +268,7 @@ class _Private(ShardsOnCPU):
         super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
         if self.engine is not None and self.args.should_save:  # type: ignore[attr-defined]
             # Only its owner may read the run secret.
-            descriptor = os.open(Path(output_dir) / STATE, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-            with os.fdopen(descriptor, "w") as file:
+            with open_private(Path(output_dir) / STATE, "w") as file:
                 json.dump(self.engine.state_dict(), file)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:

@@ -11,10 +11,9 @@ from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_valu
 from dpshard.interception.model_state import HOOKS, is_own, parts_of, same, walk, walk_through
 from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
-from dpshard.interception.protocols import TapeProvider
 from dpshard.interception.replay import Replay
 from dpshard.interception.rows import Copies, Doubt, Doubts, OwnLoopRows, PartIdentity, RowIdentity, Together
-from dpshard.interception.run import Run, by_unit, plan_run
+from dpshard.interception.run import Run, by_unit
 
 __all__ = [
     "AS_DRAWN",
@@ -33,7 +32,6 @@ __all__ = [
     "Replay",
     "RowIdentity",
     "Run",
-    "TapeProvider",
     "Together",
     "access_to",
     "by_unit",
@@ -45,7 +43,6 @@ __all__ = [
     "kind_of_run",
     "kind_of_value",
     "parts_of",
-    "plan_run",
     "same",
     "walk",
     "walk_through",

@@ -20,13 +20,12 @@ from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_contents, kind_of_run
 from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
 from dpshard.interception.mode import InterceptionMode, UnknownCall
-from dpshard.interception.module_hooks import refuse_hooks
+from dpshard.interception.module_hooks import refuse_hooks, with_recomputed_weights
 from dpshard.interception.packed import PackedRun, plan_packed_run
 from dpshard.interception.parameter_writes import WriteGuard
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.patching import ModulePatcher
 from dpshard.interception.protocols import ShardingHooks, TapeProvider
-from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.interception.refusals import refuse_batch_norm, refuse_shared_outliers
 from dpshard.interception.replay import Replay
 from dpshard.interception.run import Run, plan_run, refuse_two_batch_dimensions

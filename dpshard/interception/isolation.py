@@ -17,6 +17,7 @@ from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Dra
 from dpshard.interception.model_state import ModelState
 from dpshard.interception.parameter_writes import WriteGuard
 from dpshard.interception.run import Run
+from dpshard.randomness import host_states, restore_host
 
 
 class IsolatedForward:
@@ -27,11 +28,9 @@ class IsolatedForward:
         self._stack = ExitStack()
 
     def __enter__(self) -> IsolatedForward:
-        self._generators: dict[torch.device | None, torch.Tensor] = {None: torch.random.get_rng_state()}
-        for device in {p.device for p in self._module.parameters() if p.device.type == "cuda"}:
-            self._generators[device] = torch.cuda.get_rng_state(device)
-        self._python = random.getstate()
-        self._numpy = np.random.get_state()  # noqa: NPY002  # the state that a model's forward may draw from
+        self._on_host = host_states()
+        cuda = {p.device for p in self._module.parameters() if p.device.type == "cuda"}
+        self._on_cuda = {device: torch.cuda.get_rng_state(device) for device in cuda}
         self.model = ModelState(self._model)
         self._stack.enter_context(eager())
         self._stack.enter_context(self._active.suspended())
@@ -55,15 +54,14 @@ class IsolatedForward:
     def rewind_generators(self, draws: Draws = AS_DRAWN) -> None:
         """Restore only the generators."""
         if draws.seed is None:
-            random.setstate(self._python)
-            np.random.set_state(self._numpy)  # noqa: NPY002
-            for device, state in self._generators.items():
-                torch.random.set_rng_state(state) if device is None else torch.cuda.set_rng_state(state, device)
+            restore_host(self._on_host)
+            for device, state in self._on_cuda.items():
+                torch.cuda.set_rng_state(state, device)
         else:
             random.seed(draws.seed)
             np.random.seed(draws.numpy_seed)  # noqa: NPY002
-            for device in self._generators:
-                generator = torch.default_generator if device is None else torch.cuda.default_generators[device.index]
+            on_cuda = [torch.cuda.default_generators[device.index] for device in self._on_cuda]
+            for generator in (torch.default_generator, *on_cuda):
                 generator.manual_seed(draws.seed)
 
     def __exit__(self, *error: Any) -> None:

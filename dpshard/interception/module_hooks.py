@@ -1,6 +1,7 @@
 """Hooks that torch runs in `__call__`, outside `forward`.
 
-A module with hooks of the user is entered at its call; hooks of frameworks stay outside.
+A module with hooks of the user is entered at its call; hooks of frameworks stay outside. Some of these compute weights:
+old weight_norm and spectral_norm, and pruning. Those of the outermost module run again within the mode.
 """
 
 from __future__ import annotations
@@ -11,6 +12,9 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as module_calls
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from dpshard.errors import UnsupportedParameterError
 
@@ -46,3 +50,26 @@ def _home(hook: Callable[..., Any]) -> str:
     while isinstance(hook, functools.partial):
         hook = hook.func
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
+
+
+Forward = Callable[..., Any]
+
+
+def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
+    """Return `forward`, preceded by these hooks."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _KNOWN)]
+    if not hooks:
+        return forward
+
+    def recomputed(*args: Any, **kwargs: Any) -> Any:
+        for hook in hooks:
+            if isinstance(hook, SpectralNorm):  # without another power iteration
+                setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
+            else:
+                hook(module, args)
+        return forward(*args, **kwargs)
+
+    return recomputed
+
+
+_KNOWN = (WeightNorm, SpectralNorm, BasePruningMethod)

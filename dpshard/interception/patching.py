@@ -15,9 +15,8 @@ from torch.utils.hooks import RemovableHandle
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.active import ActiveForward, in_region
 from dpshard.interception.compiled import CompiledRegions
-from dpshard.interception.module_hooks import has_hooks
+from dpshard.interception.module_hooks import has_hooks, with_recomputed_weights
 from dpshard.interception.parameters import TrainedParameters
-from dpshard.interception.recomputed import with_recomputed_weights
 from dpshard.names import is_compiled_wrapper
 from dpshard.rules.torch_functions import Passthrough
 

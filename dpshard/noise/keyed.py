@@ -236,24 +236,6 @@ class KeyedGaussian:
         self.release_([SumShard(name, target, start)], step=step, std=std)
         return target
 
-    def sample(
-        self,
-        step: int,
-        name: str,
-        start: int,
-        stop: int,
-        dtype: torch.dtype = torch.float32,
-        device: torch.device | str = "cpu",
-    ) -> Tensor:
-        """Return standard normals [stop - start] of elements [start, stop) of parameter `name` at `step`."""
-        if stop < start:
-            raise ConfigurationError(
-                f"{name}: a range of elements [{start}, {stop}) ends before it begins. Pass stop >= start."
-            )
-        return self.add_(
-            torch.zeros(stop - start, dtype=dtype, device=device), step=step, name=name, std=1.0, start=start
-        )
-
     def _release_blocks_(self, blocks: Blocks, step: int, std: float, divisor: float) -> None:
         for some in by_kind(blocks):
             parts, pieces, keys = some.parts, cut(some.layout, HEAD), self._keys(some, step)

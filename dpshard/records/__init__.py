@@ -12,7 +12,6 @@ from dpshard.records.owned import OwnMemory
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
-from dpshard.records.routed_reads import RoutedReads
 from dpshard.records.stacked import Stacked
 from dpshard.records.vocabulary import HeadRecord
 
@@ -29,7 +28,6 @@ __all__ = [
     "PerSampleGrad",
     "Record",
     "RoutedProduct",
-    "RoutedReads",
     "Small",
     "Stacked",
     "Waiting",

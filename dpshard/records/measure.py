@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -51,23 +52,21 @@ def _kind(record: Record) -> object:
     return record.values.shape[2] if isinstance(record, EmbeddingRecord) else type(record)
 
 
+_TERMS: dict[type[Any], dict[str, int]] = {
+    OuterProduct: {"rows": 2, "cols": 2},
+    EmbeddingRecord: {"ids": 1, "values": 1},
+    RoutedReads: {"ids": 0, "values": 0, "sample": 0},
+    RoutedProduct: {"rows": 0, "cols": 0, "sample": 0, "group": 0},
+}
+"""The fields that hold the terms of a record's sum, and their dimension of terms."""
+
+
 def _join(kind: Sequence[Record]) -> Record:
-    first = kind[0]
-    if isinstance(first, OuterProduct):
-        outer = [r for r in kind if isinstance(r, OuterProduct)]
-        return replace(first, rows=torch.cat([r.rows for r in outer], 2), cols=torch.cat([r.cols for r in outer], 2))
-    if isinstance(first, EmbeddingRecord):
-        gathers = [r for r in kind if isinstance(r, EmbeddingRecord)]
-        ids, values = torch.cat([r.ids for r in gathers], 1), torch.cat([r.values for r in gathers], 1)
-        return replace(first, ids=ids, values=values)
-    if isinstance(first, RoutedReads):
-        reads = [r for r in kind if isinstance(r, RoutedReads)]
-        return replace(first, **{n: torch.cat([getattr(r, n) for r in reads]) for n in ("ids", "values", "sample")})
-    if isinstance(first, RoutedProduct):
-        routed = [r for r in kind if isinstance(r, RoutedProduct)]
-        parts = {name: torch.cat([getattr(r, name) for r in routed]) for name in ("rows", "cols", "sample", "group")}
-        return replace(first, **parts)
-    return PerSampleGrad(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
+    first: Any = kind[0]
+    if type(first) not in _TERMS:
+        return PerSampleGrad(sum((r.per_sample() for r in kind[1:]), first.per_sample()))
+    terms = _TERMS[type(first)].items()
+    return replace(first, **{name: torch.cat([getattr(r, name) for r in kind], dim) for name, dim in terms})
 
 
 def measure(

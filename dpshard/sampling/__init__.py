@@ -6,7 +6,7 @@ May import `randomness` and below. Begin with `plans.py`.
 from dpshard.sampling.allocation import AllocationSampler
 from dpshard.sampling.loading import load, load_stream, require_dataset
 from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler
-from dpshard.sampling.packed_tokens import NO_UNIT, PackedTokens
+from dpshard.sampling.packed_tokens import PackedTokens
 from dpshard.sampling.packing import Packing, packed_tokens, packer, require_packing
 from dpshard.sampling.participation import Participation
 from dpshard.sampling.plans import (
@@ -22,7 +22,6 @@ from dpshard.sampling.plans import (
 from dpshard.sampling.streams import Stream, fingerprints
 
 __all__ = [
-    "NO_UNIT",
     "AllocationSampler",
     "CyclicPoissonSampler",
     "FixedOrderSampler",

@@ -24,7 +24,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from dpshard.config import require_rows_per_unit
 from dpshard.errors import DataError
-from dpshard.randomness import SECRET_BYTES, RandomSource, derive_key
+from dpshard.randomness import SECRET_BYTES, RandomSource, derive_key, host_states, restore_host
 
 WEIGHT = "row_weight"
 """Key of the weight in a row that is a dict."""
@@ -160,16 +160,14 @@ class _Augmented(KeyedUnits):
 def _seeded(key: bytes) -> Iterator[None]:
     """Seed the global generators on the CPU within the block."""
     words = [int(word) for word in RandomSource(key).words(3)]
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+    states = host_states()
     torch.default_generator.manual_seed(words[0] >> 1)
     np.random.seed(words[1] % 2**32)  # noqa: NPY002
     random.seed(words[2])
     try:
         yield
     finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
+        restore_host(states)
 
 
 class DrawnUnits(Dataset):

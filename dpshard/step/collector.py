@@ -23,9 +23,8 @@ from dpshard.noise.keyed import SumShard
 from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
-from dpshard.step.batch_state import BatchState
 from dpshard.step.first_gradients import FirstGradients
-from dpshard.step.logical_batch import Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, MicroBatch
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
 

@@ -1,4 +1,4 @@
-"""The micro-batches between two optimizer steps."""
+"""The micro-batches between two optimizer steps, and the states of their gradients."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from enum import Enum, auto
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -15,6 +16,30 @@ from dpshard.clipping.tape import Tape
 from dpshard.errors import ConfigurationError, LogicalBatchError, UnknownLengthError
 from dpshard.interception import Doubts, PartIdentity, RowIdentity, Together
 from dpshard.sampling import MicroBatchPlan, PackedTokens
+
+
+class BatchState(Enum):
+    """State of the gradients of the logical batch (a lot in Abadi et al. 2016, arXiv:1607.00133).
+
+        event                                    from                to           epoch
+        `batches` hands out a logical batch      EMPTY, PRIVATIZED   EMPTY
+        a backward delivers clipped sums         all but CLOSED      COLLECTING
+        own loop: release                        COLLECTING          PRIVATIZED
+        own loop: refused without a backward     COLLECTING          EMPTY        + 1
+        own loop: failed after it was counted    COLLECTING          EMPTY        + 1
+        logical batch: release                   EMPTY, COLLECTING   PRIVATIZED   + 1
+        logical batch: left early                EMPTY, COLLECTING   EMPTY        + 1
+        `batches` begins; `restart`              all but CLOSED      EMPTY        + 1
+        `close`                                  all                 CLOSED       + 1
+
+    Logical batches and tapes are valid in the epoch in which they were made.
+    """
+
+    EMPTY = auto()
+    COLLECTING = auto()
+    PRIVATIZED = auto()  # noise is in: gradients are safe
+    CLOSED = auto()  # the engine was detached
+
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 

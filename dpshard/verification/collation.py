@@ -22,6 +22,7 @@ from torch.utils.data import default_collate
 
 from dpshard.errors import VerificationError
 from dpshard.interception import access_to
+from dpshard.randomness import host_states, restore_host
 from dpshard.sampling.units import are_plain
 
 ROUNDING = 1e-4
@@ -252,7 +253,7 @@ class _Generators:
 
     def states(self) -> list[Any]:
         own = (copy.deepcopy(read(x)) for x, (read, _) in self._own)
-        return [torch.get_rng_state(), np.random.get_state(), random.getstate(), *own]  # noqa: NPY002
+        return [*host_states(), *own]
 
     def seed(self, seed: int) -> None:
         torch.manual_seed(seed)
@@ -267,9 +268,7 @@ class _Generators:
                 generator.seed(seed)
 
     def restore(self, states: list[Any]) -> None:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])  # noqa: NPY002
-        random.setstate(states[2])
+        restore_host(states[:3])
         for (generator, (_, write)), state in zip(self._own, states[3:], strict=True):
             write(generator, state)
 

@@ -8,8 +8,7 @@ import pytest
 
 from dpshard.applications.planner import Clipping, Setup, Transformer
 from dpshard.applications.planner.counts import Counts
-from dpshard.applications.planner.depth import FEW, MANY, Extrapolation, rank_of
-from dpshard.applications.planner.extrapolation import extrapolated
+from dpshard.applications.planner.extrapolation import FEW, MANY, Extrapolation, extrapolated, rank_of
 from dpshard.applications.planner.simulation import Simulation, fake_ranks
 from dpshard.applications.planner.timeline import Event
 

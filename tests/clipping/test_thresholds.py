@@ -32,6 +32,7 @@ from dpshard.config import CLIPPING_MODES
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
 from tests.grids import chosen
+from tests.noise.sampled import sampled
 from tests.oracle import factor, norm, per_sample_gradients
 from tests.sums import taken_for_equal
 
@@ -311,7 +312,7 @@ def test_counts_have_the_promised_noise():
     assert stats.kstest(draws.flatten().numpy(), "norm").pvalue > FALSE_ALARM
     square, n = float(draws.square().sum()), draws.numel()
     assert min(stats.chi2.cdf(square, n), stats.chi2.sf(square, n)) > FALSE_ALARM
-    gradient = torch.stack([noise.sample(step, "clipping counts", 0, M, torch.float64) for step in range(200)])
+    gradient = torch.stack([sampled(noise, step, "clipping counts", 0, M, torch.float64) for step in range(200)])
     bound = stats.norm.isf(FALSE_ALARM / 2)
     for other in (gradient, draws.roll(1, 0), draws.roll(1, 1)):
         assert abs(float((draws * other).mean())) * n**0.5 < bound

@@ -22,6 +22,7 @@ from dpshard import Checkpointer, PrivacyEngine
 from dpshard.errors import DpshardError
 from dpshard.noise.keyed import KeyedGaussian
 from tests.distributed.deepspeed_setup import configuration, deepspeed, masters, start, whole
+from tests.noise.sampled import sampled
 from tests.oracle import factor, norm, per_sample_gradients, ramp_loss
 from tests.sums import noise_secret, taken_for_equal
 
@@ -87,7 +88,9 @@ def noise(stage: int, *flags: str) -> dict[str, Any]:
         model_engine.step()
     steps = {name: -p.double() * 5 / (0.7 * 3.0) for name, p in masters(model).items()}
     drawn = KeyedGaussian(noise_secret(SECRET, 0, 0.7 * 3.0))
-    error = max(float((z.flatten() - drawn.sample(0, n, 0, z.numel()).double()).abs().max()) for n, z in steps.items())
+    error = max(
+        float((z.flatten() - sampled(drawn, 0, n, 0, z.numel()).double()).abs().max()) for n, z in steps.items()
+    )
     flat = torch.cat([z.flatten() for z in steps.values()])
     a, b = steps["first.weight"].flatten().chunk(2)  # on two ranks under stage 3
     return {

@@ -26,6 +26,7 @@ from dpshard.noise.keyed import KeyedGaussian
 from dpshard.recipes import AdamBC
 from dpshard.sampling import CyclicPoissonSampler, FixedOrderSampler
 from dpshard.step.chain import Chain
+from tests.noise.sampled import sampled
 
 N, B, STEPS = 22, 4, 12
 DATA = TensorDataset(torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2)
@@ -127,7 +128,7 @@ class Recorded(contextlib.AbstractContextManager):
         W = torch.from_numpy(np.tril(toeplitz(correlation.noising(STEPS))))[: len(path), : len(path)]
         keyed = [KeyedGaussian(self.secrets[i], secure) for i in path]
         parts = (("weight", 6), ("bias", 2))
-        z = torch.stack([torch.cat([k.sample(t, name, 0, n) for name, n in parts]) for t, k in enumerate(keyed)])
+        z = torch.stack([torch.cat([sampled(k, t, name, 0, n) for name, n in parts]) for t, k in enumerate(keyed)])
         std = mechanism.noise_multiplier * mechanism.max_grad_norm * mechanism.sensitivity
         return (torch.stack([self.sums[i] for i in path]).double() + std * W @ z.double()) / B
 

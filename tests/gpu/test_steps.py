@@ -22,6 +22,7 @@ from dpshard.clipping.tape import Clipper, Tape
 from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
 from dpshard.records.offload import self_test
 from dpshard.records.offload.copies import Copies, Gpu
+from tests.noise.sampled import sampled
 from tests.oracle import norm, private_step, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -147,7 +148,7 @@ def test_secure_noise_is_that_of_the_cpu():
 
 def test_noise_of_the_device_is_normal():
     n = 2**28 if DEVICE.type == "cuda" else 2**16
-    noise = KeyedGaussian(bytes(32)).sample(0, "w", BLOCK - 100, BLOCK - 100 + n, device=DEVICE)
+    noise = sampled(KeyedGaussian(bytes(32)), 0, "w", BLOCK - 100, BLOCK - 100 + n, device=DEVICE)
     for power, variance in ((1, 1), (2, 2), (3, 15), (4, 96)):
         mean = {1: 0, 2: 1, 3: 0, 4: 3}[power]
         z = (float(noise.double().pow(power).mean()) - mean) * (n / variance) ** 0.5

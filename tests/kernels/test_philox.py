@@ -17,6 +17,7 @@ from torch.testing import assert_close
 from dpshard.kernels.philox import HALF, philox, standard_normals
 from dpshard.noise.keyed import BLOCK, KeyedGaussian
 from dpshard.randomness import derive_key
+from tests.noise.sampled import sampled
 
 FALSE_ALARM = 1e-7
 WORD = 2**32
@@ -100,22 +101,22 @@ def accelerator():
 
 def test_noise_of_an_accelerator_does_not_depend_on_the_split(accelerator):
     start, stop = BLOCK - 3000, BLOCK + 2500
-    whole = accelerator.sample(3, "w", start, stop)
+    whole = sampled(accelerator, 3, "w", start, stop)
     cuts = (start, start + 7, BLOCK - 1024, BLOCK + 1, stop)
-    parts = [accelerator.sample(3, "w", a, b) for a, b in itertools.pairwise(cuts)]
+    parts = [sampled(accelerator, 3, "w", a, b) for a, b in itertools.pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
-    assert torch.equal(accelerator.sample(3, "w", start, stop), whole)
+    assert torch.equal(sampled(accelerator, 3, "w", start, stop), whole)
     image = torch.zeros(2, 3, 4, 5).contiguous(memory_format=torch.channels_last)
     accelerator.add_(image, step=3, name="w", std=1.0)
-    assert torch.equal(image.flatten(), accelerator.sample(3, "w", 0, 120))
+    assert torch.equal(image.flatten(), sampled(accelerator, 3, "w", 0, 120))
 
 
 def test_noise_of_an_accelerator_has_a_key_for_every_purpose(accelerator):
     n = 2**16
-    one = accelerator.sample(0, "w", 0, n).numpy()
+    one = sampled(accelerator, 0, "w", 0, n).numpy()
     for step, name, start, secret in ((1, "w", 0, 1), (0, "v", 0, 1), (0, "w", BLOCK, 1), (0, "w", 0, 2)):
         gaussian = accelerator if secret == 1 else KeyedGaussian(bytes(32))
-        other = gaussian.sample(step, name, start, start + n).numpy()
+        other = sampled(gaussian, step, name, start, start + n).numpy()
         assert stats.pearsonr(one, other).pvalue > FALSE_ALARM
         assert stats.pearsonr(one**2, other**2).pvalue > FALSE_ALARM
 
@@ -124,13 +125,13 @@ def test_the_stream_of_a_block_has_160_bits_of_its_key(accelerator):
     key = derive_key(accelerator.secret, "noise", 3, "w", 1)
     words = [int.from_bytes(key[at : at + 8], "little", signed=True) for at in (0, 8, 16)]
     expected = standard_normals(words, 0, 2 * HALF)
-    assert torch.equal(accelerator.sample(3, "w", BLOCK, BLOCK + 2 * HALF), expected)
+    assert torch.equal(sampled(accelerator, 3, "w", BLOCK, BLOCK + 2 * HALF), expected)
 
 
 def test_noise_of_an_accelerator_has_its_standard_deviation_and_divisor(accelerator):
     x = torch.full((2**16,), 3.0)
     noise = (accelerator.add_(x.clone(), step=0, name="w", std=0.5) - 3.0) / 0.5
     assert FALSE_ALARM / 2 < stats.chi2.cdf(float(noise.double().square().sum()), len(x)) < 1 - FALSE_ALARM / 2
-    assert torch.equal(accelerator.sample(0, "w", 0, 100).double().float(), accelerator.sample(0, "w", 0, 100))
-    wide = accelerator.sample(0, "w", 0, 100, dtype=torch.float64)
+    assert torch.equal(sampled(accelerator, 0, "w", 0, 100).double().float(), sampled(accelerator, 0, "w", 0, 100))
+    wide = sampled(accelerator, 0, "w", 0, 100, dtype=torch.float64)
     assert bool((wide != wide.float().double()).all())

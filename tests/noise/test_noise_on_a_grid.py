@@ -27,6 +27,7 @@ from dpshard.noise import keyed
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.noise.keyed import BLOCK, LIMIT, KeyedDiscreteGaussian, KeyedGaussian
 from dpshard.randomness import RandomSource, derive_key
+from tests.noise.sampled import sampled
 
 SECRET = bytes(range(32))
 DISCRETE = KeyedDiscreteGaussian(SECRET)
@@ -47,8 +48,8 @@ def test_noise_does_not_depend_on_the_split(cuts):
         mock.patch.object(keyed, "SHORTEST_PIECE", 16),
         mock.patch.object(keyed, "LONGEST_PIECE", 64),
     ):
-        whole = DISCRETE.sample(3, "w", 0, 600)
-        shards = [DISCRETE.sample(3, "w", a, b) for a, b in itertools.pairwise(bounds)]
+        whole = sampled(DISCRETE, 3, "w", 0, 600)
+        shards = [sampled(DISCRETE, 3, "w", a, b) for a, b in itertools.pairwise(bounds)]
     assert torch.equal(torch.cat(shards), whole)
 
 
@@ -62,12 +63,12 @@ def test_pieces_are_drawn_from_keys_of_their_own():
         for a, b in itertools.pairwise(bounds)
     ]
     expected = np.concatenate(pieces)[:n] * 2.0**-24
-    assert np.array_equal(DISCRETE.sample(step, name, 0, n, torch.float64).numpy(), expected)
+    assert np.array_equal(sampled(DISCRETE, step, name, 0, n, torch.float64).numpy(), expected)
 
 
 def test_a_shard_draws_the_pieces_that_it_meets():
     with mock.patch.object(keyed, "derive_key", wraps=keyed.derive_key) as key:
-        DISCRETE.sample(4, "w", BLOCK + 2**15, BLOCK + 2**15 + 1)
+        sampled(DISCRETE, 4, "w", BLOCK + 2**15, BLOCK + 2**15 + 1)
     assert [call.args[1:] for call in key.call_args_list] == [("piece", 2**15)]
 
 
@@ -77,7 +78,7 @@ def test_a_shard_draws_the_pieces_that_it_meets():
 def test_different_purposes_are_independent(other):
     asked = {"step": 0, "name": "w", "start": 0}
     one, two = (
-        DISCRETE.sample(a["step"], a["name"], a["start"], a["start"] + 2**13).numpy() for a in (asked, asked | other)
+        sampled(DISCRETE, a["step"], a["name"], a["start"], a["start"] + 2**13).numpy() for a in (asked, asked | other)
     )
     for a, b in ((one, two), (np.square(one), np.square(two))):
         assert stats.pearsonr(a, b).pvalue > FALSE_ALARM
@@ -95,7 +96,7 @@ def test_noise_does_not_depend_on_threads_and_layout():
     finally:
         torch.set_num_threads(threads)
     assert torch.equal(*results)
-    assert torch.equal(results[0].flatten(), 1 + 2 * DISCRETE.sample(0, "w", 5, 4 * BLOCK + 25, torch.float64))
+    assert torch.equal(results[0].flatten(), 1 + 2 * sampled(DISCRETE, 0, "w", 5, 4 * BLOCK + 25, torch.float64))
 
 
 @pytest.mark.parametrize("std", [0.37, 1e-12, 1e9])
@@ -106,7 +107,7 @@ def test_a_noisy_sum_is_a_point_of_the_grid(std):
     noisy = DISCRETE.add_(x.clone(), step=0, name="w", std=std)
     k = steps_of(noisy, grid)
     assert k is not None
-    whole = np.rint(DISCRETE.sample(0, "w", 0, n, torch.float64).numpy() * 2.0**24)
+    whole = np.rint(sampled(DISCRETE, 0, "w", 0, n, torch.float64).numpy() * 2.0**24)
     for value, total, drawn in zip(x.tolist()[:200], k[:200].tolist(), whole[:200].tolist(), strict=True):
         assert int(total - drawn) == round(Fraction(value) / Fraction(grid))
     assert np.array_equal(np.rint(x.numpy() / grid) + whole, k)

@@ -3,7 +3,7 @@
 [Note: Nearly without noise]
 Plain autograd and the clipping function give the contributions c_i of samples. A release is sum_i b_i c_i + noise, with
 b_i = 1 for drawn ones. At noise multiplier SIGMA, least squares find b. Then
-- the residual, made independent (whitening.py), must be the accounted noise (noise.py);
+- the residual, made independent, must be the accounted noise (noise.py);
 - samples of this step and the one before must leave nothing along their contributions;
 - the b must be drawn as accounted (draws.py).
 If gradients are random or of half precision, all samples are blanks.
@@ -31,14 +31,14 @@ from dpshard.accounting import SampledMechanism
 from dpshard.applications.audit.bounds import FALSE_ALARM
 from dpshard.applications.audit.canary import CanaryGradient, SampleLoss, sample_gradient, weighted_loss
 from dpshard.applications.audit.draws import participation_findings
-from dpshard.applications.audit.noise import Finding, NoiseTests, likeliest_fault
+from dpshard.applications.audit.noise import Finding, NoiseTests, Whitening, likeliest_fault
 from dpshard.applications.audit.steps import stepping
-from dpshard.applications.audit.whitening import Whitening
 from dpshard.backends.ranks import Ranks
 from dpshard.clipping.functions import ClippingFunction, parse_clipping_fn
 from dpshard.config import BatchSchedule, is_count, refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
+from dpshard.randomness import host_states, restore_host
 
 SIGMA = 0.01
 """Far above the rounding of float32 sums."""
@@ -322,10 +322,9 @@ def _seed() -> None:
 
 @contextmanager
 def _seeds_given_back() -> Iterator[None]:
-    of_numpy, of_python = np.random.get_state(), random.getstate()  # noqa: NPY002
+    states = host_states()
     try:
         with torch.random.fork_rng():
             yield
     finally:
-        np.random.set_state(of_numpy)  # noqa: NPY002
-        random.setstate(of_python)
+        restore_host(states)

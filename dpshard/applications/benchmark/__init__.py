@@ -3,9 +3,9 @@
 from dpshard.applications.benchmark.comparison import Comparison, Measured, compare
 from dpshard.applications.benchmark.subject import Subject, load
 from dpshard.applications.benchmark.timing import Spread, interleave, paired_ratio
-from dpshard.applications.benchmark.training import Batch, NonPrivate, Privacy, Private, Training
+from dpshard.applications.benchmark.training import Batch, NonPrivate, Privacy, Private
 
 __all__ = [
-    "Batch", "Comparison", "Measured", "NonPrivate", "Privacy", "Private", "Spread", "Subject", "Training",
+    "Batch", "Comparison", "Measured", "NonPrivate", "Privacy", "Private", "Spread", "Subject",
     "compare", "interleave", "load", "paired_ratio",
 ]  # fmt: skip

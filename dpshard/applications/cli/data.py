@@ -14,6 +14,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.errors import DataError
+from dpshard.sampling.packing import IGNORED
 from dpshard.sampling.units import UnitDataset
 
 BYTES = 256
@@ -22,8 +23,6 @@ BEGIN, PAD = BYTES, BYTES + 1
 VOCABULARY = BYTES + 2
 MASK = VOCABULARY
 """Token id of a masked byte."""
-IGNORED = -100
-"""Target without loss."""
 
 MASKED_SHARE = 0.15
 ROWS_PER_UNIT = 8

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast, get_args
 
 import typer
 from rich.markup import escape
@@ -21,6 +21,8 @@ from dpshard.errors import ConfigurationError
 if TYPE_CHECKING:
     from dpshard.applications.planner import Plan
     from dpshard.applications.planner.hardware import Hardware
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,18 +70,10 @@ class PlanSettings:
         if self.pp != 1 and any(run):
             raise ConfigurationError("A whole run is not planned with --pp. Leave --batch-size and the others out.")
 
-    @property
-    def setup(self) -> dict[str, Any]:
-        """The fields of a planner's Setup."""
-        names = ("model", "ranks", "shard", "node", "micro_batches", "seq", "checkpointing", "precision", "optimizer")
-        return {name: getattr(self, name) for name in (*names, "tp", "cp")}
-
-    @property
-    def run(self) -> dict[str, Any] | None:
-        """The fields of a planner's Run, if one is asked for."""
-        names = ("batch_size", "sample_size", "steps", "target_delta", "target_epsilon", "noise_multiplier")
-        found = {name: getattr(self, name) for name in names}
-        return None if None in (self.batch_size, self.sample_size, self.steps) else found
+    def of(self, kind: type[T], **others: Any) -> T:
+        """Return a dataclass of the planner with these settings, except for `others`."""
+        names = [field.name for field in fields(cast(Any, kind)) if field.name not in others]
+        return kind(**{name: getattr(self, name) for name in names}, **others)
 
 
 @options_of(PlanSettings, "plan")
@@ -109,8 +103,7 @@ def command(
                 console.err.print(f"{what} ...")
 
         clippings = [Clipping(style, mode) for style, mode in chosen]
-        same = {name: getattr(settings, name) for name in ("gpu", "mfu", "intra", "inter", "pcie", "node")}
-        hardware = Hardware(**same, latency=settings.latency * 1e-6)
+        setup, hardware = settings.of(Setup), settings.of(Hardware, latency=settings.latency * 1e-6)
         begun, how = time.monotonic(), dict[str, Any](micro_batch=settings.micro_batch, report=report)
         if settings.budget is not None:
             plan_time.print_frontier(settings.budget, settings.seq, hardware, as_json, report)
@@ -119,14 +112,15 @@ def command(
             if plot is not None:
                 raise ConfigurationError("--plot does not draw pipelines. Leave it out, or --pp.")
             staged: Any = {"pp": settings.pp, "clippings": clippings or None}
-            pipeline = make_pipeline_plan(Setup(**settings.setup), **staged, **how)
+            pipeline = make_pipeline_plan(setup, **staged, **how)
             plan_pipeline.show(pipeline, hardware, settings.gpu_memory, time.monotonic() - begun, as_json)
             return
         whole: Any = {"clippings": clippings or DEFAULT_CLIPPINGS, "gpu_memory": settings.gpu_memory}
-        plan = make_plan(Setup(**settings.setup), **whole, **how)
+        plan = make_plan(setup, **whole, **how)
         seconds = time.monotonic() - begun
         report("composing the run")
-        costs = None if settings.run is None else plan_time.run_costs(plan, Run(**settings.run), hardware)
+        asked = None not in (settings.batch_size, settings.sample_size, settings.steps)
+        costs = plan_time.run_costs(plan, settings.of(Run), hardware) if asked else None
     advice = [*advise(plan), *plan_time.advice(plan, hardware)]
     if as_json is not None:
         figures = _figures(plan, advice, seconds) | plan_time.figures(plan, hardware, costs)

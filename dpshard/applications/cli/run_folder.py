@@ -19,7 +19,7 @@ from typing import Any
 
 from dpshard.applications.cli.formats import read_yaml, to_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
-from dpshard.checkpoint.disk import flush, why
+from dpshard.checkpoint.disk import flush, open_private, why
 from dpshard.config import is_count
 from dpshard.errors import ConfigurationError, DpshardError, RunFolderError
 
@@ -138,8 +138,7 @@ def write_atomically(path: Path, content: bytes, *, public: bool = False) -> Non
     temporary = path.parent / f".{path.name}.{os.getpid()}.tmp"
     with _explained(path):
         try:
-            descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644 if public else 0o600)
-            with os.fdopen(descriptor, "wb") as file:
+            with open_private(temporary, "wb", public=public) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())

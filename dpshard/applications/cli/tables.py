@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,16 +25,7 @@ from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unl
 from dpshard.applications.cli.formats import BALANCED, parse_weights, read_yaml
 from dpshard.applications.cli.run_folder import intact
 from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
-from dpshard.applications.tabular import (
-    Classes,
-    Column,
-    Encoder,
-    Numbers,
-    balanced,
-    noise_for,
-    parse_columns,
-    private_statistics,
-)
+from dpshard.applications.tabular import Classes, Column, Encoder, Numbers, fit_privately, noise_for, parse_columns
 from dpshard.applications.tabular.columns import cell_name
 from dpshard.applications.tabular.encoding import listed, numbers_of
 from dpshard.errors import ConfigurationError, DataError
@@ -169,26 +161,16 @@ def _fitted(
     scale = settings.feature_scale
     if scale is not None:
         encoder = encoder.scaled(scale)
-    cells_ND = encoder.unbounded_cells(cells.iloc[rows])
     own_target = target is not None and target.kind == "number" and target.bounds is None
-    if own_target:
-        cells_ND = np.concatenate([cells_ND, y_N[rows, None]], axis=1)
-    counted: dict[str, Any] = {}
+    facts: dict[str, Any] = {"units": units, "target_N": y_N[rows] if own_target else None}
     if classes is not None:
-        counted = {"labels": classes[0].numpy()[rows], "classes": len(classes[1])}
-    if (cells_ND.shape[1] == 0 and not counted) or len(rows) == 0:
-        return Fitted(encoder, target, ())
-    samples = len(rows) if units is None else 1 + int(units.max())
-    noise = _noise(settings, samples, encoder.unbounded)
-    found = private_statistics(cells_ND, noise, units=units, **counted)
-    if own_target:
-        low, high = found.bounds[-1].tolist()
-        target = Column("number", (low, high))
-    weights = None if found.counts is None else balanced(found.counts, noise)
-    return Fitted(encoder.bounded(found.bounds[: len(encoder.unbounded)]), target, found.earlier, weights)
+        facts |= {"labels": classes[0].numpy()[rows], "classes": len(classes[1])}
+    noise = partial(_noise, settings, len(rows), units, encoder.unbounded)
+    encoder, bounds, earlier, weights = fit_privately(encoder, cells.iloc[rows], noise, **facts)
+    return Fitted(encoder, target if bounds is None else Column("number", bounds), earlier, weights)
 
 
-def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> float:
+def _noise(settings: TrainSettings, rows: int, units: Any, unbounded: Sequence[str]) -> float:
     if settings.statistics_noise is not None:
         return settings.statistics_noise
     if settings.statistics_share is None or settings.target_epsilon is None:
@@ -200,6 +182,7 @@ def _noise(settings: TrainSettings, samples: int, unbounded: Sequence[str]) -> f
         raise ConfigurationError(
             f"{unknown}, or give --target-epsilon with --statistics-share, or --statistics-noise, for private ones."
         )
+    samples = rows if units is None else 1 + int(units.max())
     budget = {"target_epsilon": settings.target_epsilon, "target_delta": settings.target_delta}
     return noise_for(settings.statistics_share, samples=samples, **budget)
 

@@ -30,7 +30,7 @@ from torch.utils.data import BatchSampler, DataLoader
 from dpshard import Checkpointer, PrivacyEngine
 from dpshard.accounting import epsilon_of, rounded_up
 from dpshard.applications.cli import fitting, models
-from dpshard.applications.cli.data import IGNORED, Data, Kind
+from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.launch import STOP_SIGNALS, stop_requests
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import MAY_CHANGE, TrainSettings
@@ -39,6 +39,7 @@ from dpshard.backends.ranks import Ranks
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.losses import sample_losses
 from dpshard.recipes import warmup_quadratic_decay
+from dpshard.sampling.packing import IGNORED
 
 
 @dataclass

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import secrets
 import shutil
 import subprocess
@@ -47,6 +46,7 @@ from dpshard.applications.cli.formats import BALANCED
 from dpshard.applications.cli.run_folder import LOCK, RunFolder, intact, write_atomically, write_json
 from dpshard.applications.cli.settings import TrainSettings, resolve
 from dpshard.applications.cli.tasks import load
+from dpshard.checkpoint.disk import open_private
 from dpshard.config import BatchSchedule
 from dpshard.errors import AccountingError, ConfigurationError, RunFolderError
 
@@ -280,8 +280,7 @@ def _run_trial(folder: SearchFolder, plan: Plan, number: int, candidate: int) ->
 
 def launch_trial(arguments: list[str], log: Path) -> int:
     """Run the command line in another process; return its exit code."""
-    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    with os.fdopen(descriptor, "w") as file:
+    with open_private(log, "a") as file:
         # With the search's lock: two processes would train the trial of one folder.
         command = [sys.executable, "-m", "dpshard", *arguments]
         return subprocess.call(command, stdout=file, stderr=file, close_fds=False)

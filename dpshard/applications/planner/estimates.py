@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from dpshard.applications.planner.counts import RECORDS, Counts, Traffic
-from dpshard.applications.planner.depth import Extrapolation, rank_of
+from dpshard.applications.planner.extrapolation import Extrapolation, rank_of
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.simulation import Clipping, Setup, Simulation, fake_ranks
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes

@@ -53,7 +53,7 @@ class PipelineEstimate:
     @property
     def label(self) -> str:
         """Name for users."""
-        return "not private" if self.clipping is None else self.clipping.style
+        return _style(self.clipping)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +162,7 @@ def make_pipeline_plan(
             elements += [simulation.elements] * copies
             shards += [simulation.shard_elements] * copies
             for clipping, stages in found.items():
-                style = "not private" if clipping is None else clipping.style
-                report(f"{'first' if first else 'last' if last else 'middle'} stage, {style}")
+                report(f"{'first' if first else 'last' if last else 'middle'} stage, {_style(clipping)}")
                 stages += [count_stage(simulation, clipping, micro_batch)] * copies
             if last and not first:
                 sent = simulation.buffers
@@ -211,3 +210,7 @@ def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping
     if any(clipping.passes > 1 for clipping in clippings):
         raise ConfigurationError("pp is planned with one backward pass: groups on several stages refuse two.")
     return shape
+
+
+def _style(clipping: Clipping | None) -> str:
+    return "not private" if clipping is None else clipping.style

@@ -1,10 +1,10 @@
 """Tables. Errors name columns and places, never a value of a row."""
 
 from dpshard.applications.tabular.columns import Column, parse_columns
-from dpshard.applications.tabular.encoding import Encoder
+from dpshard.applications.tabular.encoding import Encoder, fit_privately
 from dpshard.applications.tabular.networks import make_network
 from dpshard.applications.tabular.objectives import Classes, Numbers, Objective
-from dpshard.applications.tabular.statistics import Statistics, balanced, noise_for, private_statistics
+from dpshard.applications.tabular.statistics import balanced, noise_for, private_statistics
 
 __all__ = [
     "Classes",
@@ -12,8 +12,8 @@ __all__ = [
     "Encoder",
     "Numbers",
     "Objective",
-    "Statistics",
     "balanced",
+    "fit_privately",
     "make_network",
     "noise_for",
     "parse_columns",

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from dpshard.accounting.releases import Counts
 from dpshard.applications.extras import require
 from dpshard.applications.tabular.columns import Column, Kind, cell_name
+from dpshard.applications.tabular.statistics import balanced, private_statistics
 from dpshard.errors import ConfigurationError, DataError
 
 if TYPE_CHECKING:
@@ -109,6 +111,42 @@ class Encoder:
                 scaled.append(np.nan_to_num((2 * (cells_N - low) / (high - low) - 1).clip(-1, 1), nan=0.0))
         features = [np.stack(part, axis=1) for part in (scaled, absent) if part] + others
         return torch.from_numpy(np.concatenate(features, axis=1, dtype=np.float32))
+
+
+class Fit(NamedTuple):
+    """What private statistics say about a table."""
+
+    encoder: Encoder
+    target: tuple[float, float] | None = None
+    """Bounds of a target that is a number."""
+    earlier: Counts = ()
+    weights: tuple[float, ...] | None = None
+    """Of classes, by private counts."""
+
+
+def fit_privately(
+    encoder: Encoder,
+    frame: DataFrame,
+    noise: Callable[[], float],
+    *,
+    target_N: Any = None,
+    labels: Any = None,
+    **facts: Any,
+) -> Fit:
+    """Return `encoder` with bounds for all columns; `noise` is asked if they cost something.
+
+    `target_N` has no public bounds, `labels` [N] are counted. `private_statistics` defines the `facts`.
+    """
+    cells_ND = encoder.unbounded_cells(frame)
+    if target_N is not None:
+        cells_ND = np.concatenate([cells_ND, target_N[:, None]], axis=1)
+    if len(cells_ND) == 0 or (cells_ND.shape[1] == 0 and labels is None):
+        return Fit(encoder)
+    sigma = noise()
+    found = private_statistics(cells_ND, sigma, labels=labels, **facts)
+    target = None if target_N is None else tuple(found.bounds[-1].tolist())
+    weights = None if found.counts is None else balanced(found.counts, sigma)
+    return Fit(encoder.bounded(found.bounds[: len(encoder.unbounded)]), target, found.earlier, weights)
 
 
 def listed(frame: DataFrame) -> str:

@@ -1,4 +1,4 @@
-"""DeepSpeed's ZeRO stages 1, 2 and 3 as a back-end. Begin with the note in `backend.py`.
+"""DeepSpeed's ZeRO stages 1, 2 and 3 as a back-end. Begin with the note in `gradients.py`.
 
-Imports nothing: `config.py` and `linear.py` run without DeepSpeed.
+Imports nothing: `config.py` runs without DeepSpeed.
 """

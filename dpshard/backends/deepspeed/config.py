@@ -1,11 +1,13 @@
-"""Checks of DeepSpeed's settings."""
+"""Checks of DeepSpeed's settings; restores torch's F.linear, which ZeRO-3 replaces in the whole process."""
 
 from __future__ import annotations
 
+import sys
 from importlib import metadata
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -127,3 +129,16 @@ def _refuse_optimizer(optimizer: Any) -> None:
             f"{kind.__name__}: DeepSpeed applies Muon to gradients before the private gradient is in place. Choose "
             f"Adam or AdamW."
         )
+
+
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.linear
+
+
+def keep_linear() -> None:
+    """Keep F.linear torch's: ZeRO-3's hides parameters from rules."""
+    partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+    if partitioning is None:
+        return
+    partitioning.zero3_linear_wrap = _LINEAR  # type: ignore[attr-defined]  # ZeRO-3 assigns it to F.linear
+    if getattr(F.linear, "__name__", "") == "zero3_linear_wrap":
+        F.linear = _LINEAR

@@ -1,4 +1,9 @@
-"""Reduction of clipped sums instead of DeepSpeed's."""
+"""DeepSpeed's ZeRO-1, 2 and 3: the optimizer steps on flat fp32 partitions, one per rank.
+
+[Note: What reaches DeepSpeed] Anchors differentiate dummies, so any gradient of a parameter is a leak, and raises.
+Clipped sums are summed over ranks into accumulators laid out like the partitions. At the inner optimizer's step the
+noised and divided accumulator becomes the partition's gradient. Without privatization it has none.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +16,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from dpshard.backends.backend import Backend
 from dpshard.backends.backward_passes import BackwardPasses
-from dpshard.backends.deepspeed.config import require_no_accumulation
+from dpshard.backends.deepspeed.config import refuse_unsupported, require_no_accumulation
 from dpshard.backends.deepspeed.reducer import Reducer, Shape
 from dpshard.backends.deepspeed.sharding import ZeroSharding
-from dpshard.backends.roles import Take
+from dpshard.backends.roles import Reduction, Take
 from dpshard.errors import LogicalBatchError
 from dpshard.noise.keyed import SumShard
+
+
+def deepspeed_backend(model_engine: Any) -> Backend:
+    """Back-end of a model engine."""
+    stage = refuse_unsupported(model_engine)
+    sharding = ZeroSharding(model_engine, stage)
+    communicator, reducer = sharding.communicator, reducer_of(sharding, stage)
+    reduction = PartitionReduction(model_engine, reducer, stage=stage)
+    layout = f"ZeRO-{stage} on {communicator.world_size} ranks"
+    return Backend(layout, communicator, sharding, reduction, PartitionStore(sharding, reducer))
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
@@ -31,10 +47,8 @@ def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
     return Reducer(sharding.layout, shapes, group, late=stage == 1)
 
 
-class PartitionReduction:
+class PartitionReduction(Reduction):
     """See [Note: Why DeepSpeed does not reduce]."""
-
-    is_unsummed = True
 
     def __init__(self, model_engine: Any, reducer: Reducer, *, stage: int) -> None:
         self._model_engine, self._reducer, self._stage = model_engine, reducer, stage
@@ -75,13 +89,14 @@ class PartitionReduction:
         """None: scripts cannot reach the sums."""
         return
 
+    @property
+    def is_unsummed(self) -> bool:
+        """See Reduction."""
+        return True
+
     def sum_rest(self) -> None:
         """Reduce stage 1's sums."""
         self._reducer.complete()
-
-    def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest of all fragments."""
-        return ranks_WL.sum(0)
 
     def detach(self) -> None:
         """Restore DeepSpeed."""

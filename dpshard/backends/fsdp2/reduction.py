@@ -13,9 +13,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +23,7 @@ from dpshard.backends.collectives import reduce_scatter
 from dpshard.backends.fsdp2.sharding import FSDP2Sharding
 from dpshard.backends.fsdp2.units import Unit
 from dpshard.backends.grad_store import DotGradStore, add
-from dpshard.backends.roles import Take
+from dpshard.backends.roles import Reduction, Take
 from dpshard.errors import DpshardError, LogicalBatchError
 from dpshard.records import as_real
 
@@ -44,10 +42,8 @@ class _Pass:
     """Unit, shards, source bucket, work."""
 
 
-class UnitReduction:
+class UnitReduction(Reduction):
     """See [Note: From clipped sums to shards]."""
-
-    is_unsummed = False
 
     def __init__(self, sharding: FSDP2Sharding, store: DotGradStore) -> None:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
@@ -189,10 +185,6 @@ class UnitReduction:
 
     # --- one logical batch
 
-    def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return an empty block: every backward reduces."""
-        return nullcontext()
-
     def runs_everywhere(self, *, last: bool) -> bool:
         """Return True: every forward unshards."""
         return True
@@ -205,9 +197,6 @@ class UnitReduction:
                 f"set_requires_gradient_sync(False) was still in force in the last micro-batch. Set it to True there."
             )
         return self._store.fault()
-
-    def sum_rest(self) -> None:
-        """Do nothing."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
         """See Reduction."""

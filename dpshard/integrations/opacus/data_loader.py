@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 from dpshard.config import SamplingName, steps_of_epoch
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
-from dpshard.integrations.loaders import loading_options
+from dpshard.integrations.loaders import batches_of
 from dpshard.integrations.opacus.progress import Progress
 from dpshard.integrations.opacus.settings import refuse_unaccounted
 
@@ -87,14 +87,7 @@ class DPDataLoader:
 
     def __iter__(self) -> Iterator[Any]:
         engine, progress = self._require_run()
-        batches = engine.batches(
-            self.dataset,
-            self.physical_batch_size,
-            steps=self._steps,
-            pad=False,
-            **loading_options(self.original),
-        )
-        for logical_batch in batches:
+        for logical_batch in batches_of(self.original, engine, self.physical_batch_size, steps=self._steps, pad=False):
             progress.batch = logical_batch
             yield from logical_batch
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from dpshard import engine as core
 from dpshard.config import AccountantName, LossReduction, SamplingName, require_choice
 from dpshard.errors import ConfigurationError, EngineInUseError
-from dpshard.integrations.opacus.accountants import Accountant
+from dpshard.integrations.opacus.accountants.accountant import ACCOUNTANTS, Accountant
 from dpshard.integrations.opacus.criterion import DPLoss
 from dpshard.integrations.opacus.data_loader import DPDataLoader, expected_batch_size, original_loader, steps_of_round
 from dpshard.integrations.opacus.grad_sample import GradSampleModule
@@ -22,9 +22,6 @@ from dpshard.integrations.opacus.optimizers import DPOptimizer
 from dpshard.integrations.opacus.progress import Progress
 from dpshard.integrations.opacus.settings import ClippingSettings, refuse_unaccounted
 from dpshard.integrations.opacus.validators import ModuleValidator
-
-_ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
-"""Both compose privacy loss distributions numerically."""
 
 
 class PrivacyEngine:
@@ -38,10 +35,10 @@ class PrivacyEngine:
     """
 
     def __init__(self, *, accountant: str = "prv", secure_mode: bool = False) -> None:
-        require_choice("accountant", accountant, tuple(_ACCOUNTANTS))
+        require_choice("accountant", accountant, tuple(ACCOUNTANTS))
         self.accountant = Accountant()
         self.secure_mode = secure_mode
-        self._accountant_name: AccountantName = _ACCOUNTANTS[accountant]
+        self._accountant_name: AccountantName = ACCOUNTANTS[accountant]
 
     @property
     def engine(self) -> core.PrivacyEngine:

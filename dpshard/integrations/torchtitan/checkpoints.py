@@ -9,8 +9,7 @@ from typing import Any
 
 from torchtitan.tools.logging import logger
 
-from dpshard.checkpoint.journal import Journal, Mark
-from dpshard.checkpoint.notes import ReleaseNotes
+from dpshard.checkpoint.journal import Journal, Mark, ReleaseNotes
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError
 

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torchtitan.distributed.context_parallel import cp_shard
 
-from dpshard.integrations.torchtitan.documents import IGNORED
 from dpshard.losses import sample_losses
+from dpshard.sampling.packing import IGNORED
 
 
 class DocumentParts:

@@ -12,9 +12,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.hf_datasets.text_datasets import DATASETS
 
 from dpshard.errors import ConfigurationError, DataError
-
-IGNORED = -100
-"""Label that counts nothing."""
+from dpshard.sampling.packing import IGNORED
 
 
 class Documents(BaseDataLoader):

@@ -9,10 +9,11 @@ import torch
 from PIL import Image
 
 from dpshard.applications.cli import data, models
-from dpshard.applications.cli.data import BEGIN, IGNORED, MASK, PAD, Kind
+from dpshard.applications.cli.data import BEGIN, MASK, PAD, Kind
 from dpshard.applications.cli.settings import resolve
 from dpshard.applications.cli.tasks import load
 from dpshard.errors import ConfigurationError, DataError
+from dpshard.sampling.packing import IGNORED
 from dpshard.sampling.units import UnitDataset
 
 

@@ -153,7 +153,7 @@ def test_a_resumed_run_keeps_its_private_bounds(tmp_path, dpshard, monkeypatch):
         )
         dpshard("train", *run, *size, "--out", folder, exit_code=130)
     before = (folder / "columns.json").read_text()
-    monkeypatch.setattr("dpshard.applications.cli.tables.private_statistics", None)  # no second release
+    monkeypatch.setattr("dpshard.applications.tabular.encoding.private_statistics", None)  # no second release
     dpshard("train", "--resume", folder)
     assert (folder / "columns.json").read_text() == before
     gone = shutil.copytree(folder, tmp_path / "gone")

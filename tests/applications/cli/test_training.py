@@ -9,12 +9,13 @@ from rich.console import Console
 from torch.utils.data import TensorDataset
 
 from dpshard.accounting import rounded_up
-from dpshard.applications.cli.data import IGNORED, Data, Kind
+from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.run_folder import RunFolder
 from dpshard.applications.cli.settings import resolve
 from dpshard.applications.cli.training import Run, TrainingProgress, draw_seed, pick_device, sample_losses
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
+from dpshard.sampling.packing import IGNORED
 
 
 def test_the_loss_of_a_text_is_the_mean_over_its_own_tokens():

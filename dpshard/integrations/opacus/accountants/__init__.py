@@ -1,12 +1,12 @@
 """Opacus's accountants, of an engine and without one."""
 
-from dpshard.integrations.opacus.accountants.alone import (
+from dpshard.integrations.opacus.accountants.accountant import (
+    Accountant,
     GaussianAccountant,
     IAccountant,
     PRVAccountant,
     RDPAccountant,
     create_accountant,
 )
-from dpshard.integrations.opacus.accountants.of_engine import Accountant
 
 __all__ = ["Accountant", "GaussianAccountant", "IAccountant", "PRVAccountant", "RDPAccountant", "create_accountant"]

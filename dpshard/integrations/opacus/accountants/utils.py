@@ -6,12 +6,12 @@ import math
 import warnings
 
 from dpshard.accounting import SampledMechanism, calibrate
-from dpshard.config import AccountantName, BatchSchedule, require_choice
+from dpshard.config import BatchSchedule, require_choice
 from dpshard.errors import ConfigurationError
+from dpshard.integrations.opacus.accountants.accountant import ACCOUNTANTS
 
 _RESOLUTION = 10**9
 """To which sample rates are rounded up."""
-_METHODS: dict[str, AccountantName] = {"rdp": "rdp", "prv": "pld"}
 
 
 def get_noise_multiplier(
@@ -27,7 +27,7 @@ def get_noise_multiplier(
 
     Raises ConfigurationError for impossible settings, AccountingError if no noise suffices.
     """
-    require_choice("accountant", accountant, tuple(_METHODS))
+    require_choice("accountant", accountant, ("rdp", "prv"))
     if (epochs is None) == (steps is None):
         raise ConfigurationError(f"epochs={epochs!r}, steps={steps!r}: give exactly one of them.")
     if not 0 < sample_rate <= 1:
@@ -41,6 +41,6 @@ def get_noise_multiplier(
             SampledMechanism(schedule=schedule, sample_size=_RESOLUTION),
             target_epsilon=target_epsilon,
             target_delta=target_delta,
-            accountant=_METHODS[accountant],
+            accountant=ACCOUNTANTS[accountant],
         )
     return mechanism.noise_multiplier

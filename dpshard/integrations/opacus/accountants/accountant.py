@@ -1,4 +1,4 @@
-"""Accountants without an engine: the caller counts steps and guarantees sampling."""
+"""`privacy_engine.accountant`; and accountants without an engine, whose caller counts steps and guarantees sampling."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from typing import Any, ClassVar
 
 from dpshard.accounting import Release, epsilon_of
 from dpshard.config import AccountantName, require_choice
+from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
+
+ACCOUNTANTS: dict[str, AccountantName] = {"prv": "pld", "rdp": "rdp", "gdp": "gdp"}
+"""dpshard's name of each accountant of Opacus; "prv" and "pld" both compose privacy loss distributions."""
 
 
 class IAccountant:
     """Counter of Poisson-sampled DP-SGD steps."""
 
-    method: ClassVar[AccountantName]
+    name: ClassVar[str]
 
     def __init__(self) -> None:
         self._counts: Counter[Release] = Counter()
@@ -25,7 +29,7 @@ class IAccountant:
 
     def get_epsilon(self, delta: float) -> float:
         """Return epsilon of all steps at `delta`."""
-        return epsilon_of(tuple(self._counts.items()), delta, self.method)
+        return epsilon_of(tuple(self._counts.items()), delta, ACCOUNTANTS[self.name])
 
     @property
     def history(self) -> list[tuple[float, float, int]]:
@@ -38,7 +42,7 @@ class IAccountant:
     @classmethod
     def mechanism(cls) -> str:
         """Return Opacus's name of the accountant."""
-        return _NAMES[cls.method]
+        return cls.name
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps as plain values."""
@@ -54,25 +58,22 @@ class IAccountant:
         self._counts = Counter({Release(sigma, q, sample_size=1): count for sigma, q, count in state_dict["history"]})
 
 
-_NAMES: dict[AccountantName, str] = {"rdp": "rdp", "pld": "prv", "gdp": "gdp"}
-
-
 class RDPAccountant(IAccountant):
     """Renyi differential privacy."""
 
-    method = "rdp"
+    name = "rdp"
 
 
 class PRVAccountant(IAccountant):
     """Numerical composition of privacy loss distributions; an upper bound."""
 
-    method = "pld"
+    name = "prv"
 
 
 class GaussianAccountant(IAccountant):
     """Central limit of Gaussian differential privacy: NOT a bound, often below the true epsilon."""
 
-    method = "gdp"
+    name = "gdp"
 
 
 def create_accountant(mechanism: str) -> IAccountant:
@@ -80,3 +81,17 @@ def create_accountant(mechanism: str) -> IAccountant:
     kinds = {kind.mechanism(): kind for kind in (RDPAccountant, PRVAccountant, GaussianAccountant)}
     require_choice("mechanism", mechanism, tuple(kinds))
     return kinds[mechanism]()
+
+
+class Accountant:
+    """The ledger of an engine; empty before `make_private`."""
+
+    def __init__(self) -> None:
+        self.engine: PrivacyEngine | None = None
+
+    def get_epsilon(self, delta: float) -> float:
+        """Return epsilon so far at `delta`."""
+        return 0.0 if self.engine is None else self.engine.epsilon(delta)
+
+    def __len__(self) -> int:
+        return 0 if self.engine is None else self.engine.step
