@@ -42,7 +42,7 @@ def test_figure_of_bert(accountant, batch_size, sigma):
 
 
 @given(batch_size=st.integers(1, 500), steps=st.integers(1, 2000), target_epsilon=st.floats(0.1, 20))
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_calibration_is_conservative_and_tight(batch_size, steps, target_epsilon):
     run = {"sample_size": 1000, "target_delta": 1e-6, "accountant": "rdp"}
     phases = [(batch_size, steps), (min(1000, 2 * batch_size), 10)]

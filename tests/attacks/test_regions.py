@@ -7,6 +7,7 @@ buffer that a module had before.
 
 import copy
 import enum
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -67,7 +68,8 @@ def require_exact_steps(model, calls, change=lambda _: None, **options):
     engine = noise_free_engine(model, batch_size=6, steps=len(calls), max_grad_norm=R, **options)
     for x, arguments, changes in calls:
         if changes:
-            change(model), change(plain)
+            change(model)
+            change(plain)
         expected = clipped_mean(
             per_sample_gradients(plain, (x,), lambda y, *_: ramp_loss(y)), max_grad_norm=R, batch_size=6
         )
@@ -112,8 +114,7 @@ def test_micro_batches_of_one_step_may_differ_in_the_order_of_rows():
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()
-        self.weight = nn.Parameter(torch.randn(3, 8))
-        self.register_buffer("mask", torch.ones(3, 8))
+        self.weight, self.mask = nn.Parameter(torch.randn(3, 8)), nn.Buffer(torch.ones(3, 8))
 
     def forward(self, x):
         return F.linear(x, self.weight * self.mask)
@@ -124,8 +125,7 @@ class Scaled(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.norm, self.options = nn.LayerNorm(8), type("Options", (), {})()
-        self.options.eps = 1e-5
+        self.norm, self.options = nn.LayerNorm(8), SimpleNamespace(eps=1e-5)
 
     def forward(self, x):
         return F.layer_norm(x, (8,), self.norm.weight, self.norm.bias, self.options.eps)
@@ -240,10 +240,10 @@ def test_a_region_that_counts_its_calls_is_rehearsed_once(monkeypatch):
     class Counting(nn.Linear):
         calls = 0
 
-        def forward(self, x):
+        def forward(self, input):
             self.calls += 1
-            self.latest = x.detach()
-            return super().forward(x)
+            self.latest = input.detach()
+            return super().forward(input)
 
     rehearsals = []
     rehearse = CompiledRegions._rehearse

@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks import megatron, results_files
 from benchmarks.megatron import ROWS, Row
-from tests.grids import chosen
 
 BY_SIZE = {f"{row.billions:g}": row for row in ROWS}
 
@@ -36,7 +35,7 @@ def test_the_rows_are_the_published_runs() -> None:
         assert row.layers % (row.pp * row.chunks) == 0
 
 
-@pytest.mark.parametrize("size", chosen(BY_SIZE, "529.6"))
+@pytest.mark.parametrize("size", ["1.7", "39.1", "1008"])  # `python -m benchmarks megatron` plans all ten
 @pytest.mark.exhaustive
 def test_a_run_is_planned_again(figures: dict[str, Any], size: str) -> None:
     row = BY_SIZE[size]

@@ -80,7 +80,7 @@ def require_no_waits(case, found):
     assert sum(own(found["metrics"]["waits"]).values()) <= METRICS, (case, found["metrics"]["waits"])
 
 
-@pytest.mark.parametrize("cases", quick(CASES, rest=[MORE]), ids=" ".join)
+@pytest.mark.parametrize("cases", quick(CASES[1:2], rest=[CASES[::2], MORE]), ids=" ".join)
 def test_nothing_waits_for_the_gpu_before_the_release(library, cases):
     for case, found in steps(library, cases).items():
         require_no_waits(case, found)

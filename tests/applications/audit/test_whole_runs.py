@@ -88,10 +88,11 @@ def weaken_the_vectors(monkeypatch):
     ("fault", "run"),
     [
         (participate_at_every_step, {"samples": 6, "steps": 6, "trials": 80}),
-        pytest.param(count_a_single_column, {"samples": 1, "steps": 8, "trials": 80}, marks=pytest.mark.exhaustive),
-        pytest.param(weaken_the_vectors, {}, marks=pytest.mark.exhaustive),
+        (count_a_single_column, {"samples": 1, "steps": 8, "trials": 80}),
+        (weaken_the_vectors, {}),
     ],
 )
+@pytest.mark.exhaustive
 def test_a_fault_is_refuted(fault, run, monkeypatch):
     """The first two multiply mu by 4.7 and 4.8: under a random secret, more than 99% of audits refute them."""
     fault(monkeypatch)

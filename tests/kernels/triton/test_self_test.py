@@ -36,8 +36,15 @@ def not_finite(result):
     return result * float("nan")
 
 
-@pytest.mark.parametrize("fault", [doubled_last_tile, not_finite])
-@pytest.mark.parametrize("name", ["ghost_norm_sq", "gradient_norm_sq", "per_sample", "weighted_sum"])
+@pytest.mark.parametrize(
+    ("name", "fault"),
+    [
+        ("ghost_norm_sq", doubled_last_tile),
+        ("gradient_norm_sq", not_finite),
+        ("per_sample", not_finite),
+        ("weighted_sum", doubled_last_tile),
+    ],
+)
 def test_a_product_that_differs_is_named(name, fault):
     sound = getattr(operators, name)
 
