@@ -146,7 +146,9 @@ class CompiledRegions:
         rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         attributes = Attributes(module)
-        with self._isolate(module), torch.no_grad(), self._active.through(rehearsing):
+        # With gradients, because forward may turn them off for a part. No backward follows, so nothing is saved.
+        unsaved = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
+        with self._isolate(module), torch.enable_grad(), unsaved, self._active.through(rehearsing):
             forward()
             attributes.leave_out_changed()
         outside = [(numbering.name_use(use), templates) for use, templates in recorder.asked]
@@ -203,6 +205,9 @@ def _taken_once_under_checkpoints() -> Iterator[None]:
         yield
     finally:
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = before
+
+
+def _nothing(_: Any) -> None: ...
 
 
 def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:

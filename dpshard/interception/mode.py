@@ -166,7 +166,7 @@ class InterceptionMode(TorchFunctionMode):
     def _redirect(self, func: Function, args: Any, kwargs: Any, *, compiling: bool) -> Any:
         tensors = tensors_of((args, kwargs))
         key = call_key(func, tensors, self.sources)
-        if key[0] in PASS_THROUGH or not (torch.is_grad_enabled() or self.slots.rehearses):
+        if key[0] in PASS_THROUGH or not torch.is_grad_enabled():
             return func(*args, **kwargs)
         if self.grid is not None:
             return self._by_token(self.grid, func, args, kwargs, tensors, compiling=compiling)

@@ -218,6 +218,26 @@ def test_weights_may_be_tied_between_steps():
     require_exact_steps(model, [(randn(6, 4), (), change) for change in (False, True, False)], tie)
 
 
+class Target(nn.Module):
+    """A layer that predicts its own output, of which a part has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        with torch.no_grad():
+            target = self.first(x)
+        return self.second(self.first(x)) - target
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_part_without_gradients_has_no_slot(verify):
+    model = Target().double()
+    model.compile(backend="aot_eager")
+    require_exact_steps(model, [(randn(6, 3, 4), (), False)] * 3, verify=verify)
+
+
 def same(x, y):
     return torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y
 
