@@ -207,7 +207,7 @@ def _taken_once_under_checkpoints() -> Iterator[None]:
         config.skip_fwd_side_effects_in_bwd_under_checkpoint = before
 
 
-def _nothing(_: Any) -> None: ...
+def _nothing(_: Any) -> Any: ...
 
 
 def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
