@@ -1,8 +1,8 @@
 """Compiled regions whose calls look alike: the records are those of the call now.
 
-Failure modes: rows of a region are grouped by the number of samples, or by the order of rows, of an earlier call with
-equal shapes, so several samples are clipped as one, or one sample as several; a backward uses the stride, epsilon or
-buffer that a module had before.
+Failure modes: 13, rows of a region are grouped by the number of samples, or by the order of rows, of an earlier call
+with equal shapes, so several samples are clipped as one, or one sample as several; a backward uses the stride, epsilon
+or buffer that a module had before.
 """
 
 import copy
