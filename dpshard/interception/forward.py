@@ -183,7 +183,7 @@ class Interception:
         kind = kind_of_run(run)
         self._before_forward(run, (kind, contents))
         self._parameters.unshard(run.module)
-        return run, {} if packed else self.layouts.found[kind]
+        return run, {} if packed else self.layouts.of(run)
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):

@@ -101,6 +101,17 @@ def kind_of_run(run: Run) -> Any:
     return (run.module, run.tree, tuple(inputs), *several, run.batch_size == 1 < run.rows_per_unit)
 
 
+def sizes_of_run(run: Run) -> Any:
+    """Return the sizes of the inputs besides the samples."""
+    return tuple(
+        [
+            tuple([n for place, n in enumerate(x.shape) if place != d])
+            for x, d in zip(run.leaves, run.dims, strict=True)
+            if isinstance(x, Tensor)
+        ]
+    )
+
+
 def kind_of_contents(run: Run) -> Any:
     """Return the kinds of objects among the inputs, which forward may change."""
     with torch._C.DisableTorchFunction():

@@ -1,4 +1,10 @@
-"""The batch dimensions of inputs and calls, found by probes."""
+"""The batch dimensions of inputs and calls, found by probes.
+
+[Note: Layouts by size]
+Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece, the
+two look alike. So every size of the inputs, and integer among them, has a probe of its own. Where ranks must probe equally often (FSDP2, ZeRO-3,
+models in parts), the first size serves all: ranks may have other lengths.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +19,7 @@ from torch.utils import _pytree as pytree
 from dpshard.errors import BatchLayoutError, DpshardError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.isolation import Isolate
-from dpshard.interception.kinds import kind_of_run
+from dpshard.interception.kinds import kind_of_run, sizes_of_run
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import ShardingHooks
@@ -22,6 +28,8 @@ from dpshard.interception.run import Run
 ATTEMPTS = 8
 """Starts of one forward; each unprobed course restarts it."""
 _MOST_PLANS = 64
+_MOST_INTEGERS = 64
+"""Values of an input with probes of their own; a counter has more."""
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
@@ -41,19 +49,42 @@ class Layouts:
         alone: bool,
     ) -> None:
         self.found: dict[Any, Layout] = {}
+        """By `key`; equal ones of a kind are the same object, so that they share plans."""
+        self._of_kind: dict[Any, list[Layout]] = {}
+        self._integers: dict[Any, set[tuple[int, ...]]] = {}  # inputs by kind
         self._plans: dict[Any, Plans] = {}
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Where probes have corrected sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
         self._verified, self._alone = verified, alone
 
+    def key(self, run: Run) -> Any:
+        """Return the kind of the inputs, and their sizes; see [Note: Layouts by size]."""
+        kind = kind_of_run(run)
+        if self._sharding.note_inputs is not None or self._parameters.unshards(run.module):
+            return kind
+        integers, known = tuple([x for x in run.leaves if type(x) is int]), self._integers.setdefault(kind, set())
+        if len(known) < _MOST_INTEGERS:
+            known.add(integers)
+        return kind, sizes_of_run(run), integers if integers in known else None
+
     def of(self, run: Run) -> Layout:
-        """Return the layout for probed inputs."""
-        return self.found[kind_of_run(run)]
+        """Return the layout for inputs of a probed kind; probe another size."""
+        key = self.key(run)
+        if key not in self.found:
+            self._keep(run, self.probe(run, into={}))
+        return self.found[key]
+
+    def _keep(self, run: Run, layout: Layout) -> None:
+        alike = self._of_kind.setdefault(kind_of_run(run), [])
+        known = next((other for other in alike if other == layout), None)
+        if known is None:
+            alike.append(layout)
+        self.found[self.key(run)] = layout if known is None else known
 
     def plans(self, run: Run, batch_size: int) -> Plans:
         """Return the plans for such inputs."""
-        key = kind_of_run(run), batch_size
+        key = kind_of_run(run), batch_size, id(self.of(run))
         if key not in self._plans:
             if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
                 self._plans.clear()
@@ -62,7 +93,7 @@ class Layouts:
 
     def as_read(self, run: Run) -> Run:
         """Return `run` with probed batch dimensions."""
-        dims = self._readings.get(kind_of_run(run)) if self._readings else None
+        dims = self._readings.get(self.key(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> Run:
@@ -71,30 +102,31 @@ class Layouts:
         If it fails, an input may have the batch size by chance, so other batch dimensions follow.
         """
         run = self.as_read(run)
-        kind = kind_of_run(run)
-        if kind in self.found:
+        key = self.key(run)
+        if key in self.found:
             return run
-        if run.rows == 1 < run.rows_per_unit and (of_several := kind_of_run(replace(run, rows=2))) in self.found:
-            self.found[kind] = self.found[of_several]  # one unit tells less than several
+        if run.rows == 1 < run.rows_per_unit and (of_several := self.key(replace(run, rows=2))) in self.found:
+            self.found[key] = self.found[of_several]  # one unit tells less than several
             return run
         try:
-            self.found[kind] = self.probe(run, into={})
+            self._keep(run, self.probe(run, into={}))
             return run
         except BatchLayoutError:
             if self._parameters.unshards(run.module):  # all ranks must probe equally often
                 raise
             for reading in run.other_readings():
                 try:
-                    self.found[kind_of_run(reading)] = self.probe(reading, into={})
+                    self._keep(reading, self.probe(reading, into={}))
                 except BatchLayoutError:
                     continue
-                self._readings[kind] = reading.dims
+                self._readings[key] = reading.dims
                 return reading
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, and add the calls to `into`."""
-        self._plans.clear()
+        if into:
+            self._plans.clear()  # they may have met other layouts
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)

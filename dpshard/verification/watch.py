@@ -48,13 +48,13 @@ class Watch:
         self._seen: set[tuple[str, Any]] = set()
         self._spent: Counter[str] = Counter()
         self._counters: tuple[str, ...] = ()
-        self._lengths: set[int] = set()
+        self._lengths: dict[Any, set[int]] = {}  # of each dimension of each input
         self._characters: set[Any] = set()
 
     @property
     def lengths_vary(self) -> bool:
         """True if micro-batches came in several lengths."""
-        return len(self._lengths) > 1
+        return any(len(known) > 1 for known in self._lengths.values())
 
     def take_news(self, run: Run, step: int) -> bool:
         """Return, once, True if the model or its inputs changed anew."""
@@ -169,11 +169,15 @@ class Watch:
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
-        sizes = [n for x, dim in run.carrying() for d, n in enumerate(x.shape) if d != dim]
-        length, known = max(sizes, default=0), self._lengths
-        longer, first_other = length > max(known, default=0), len(known) == 1 and length not in known
-        known.add(length)
-        return longer or first_other
+        longer = False
+        for i, (x, dim) in enumerate(run.carrying()):
+            for d, length in enumerate(x.shape):
+                if d != dim:
+                    known = self._lengths.setdefault((run.module, run.tree, i, d), set())
+                    first_other = len(known) == 1 and length not in known
+                    longer = longer or length > max(known, default=0) or first_other
+                    known.add(length)
+        return longer
 
     def _take_new_values(self, run: Run) -> bool:
         """Return, once, True for new signs of integers, or indices beyond a length."""

@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.clipping.tape import Clipper
-from dpshard.interception import kind_of_run
 from dpshard.verification.repeated_call import RepeatedCall
 
 
@@ -64,7 +63,7 @@ def can_widen(repeated: RepeatedCall, owned: Any) -> bool:
 @contextmanager
 def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[RepeatedCall, Widened, Clipper]]:
     """Return a block in which the model computes in float64."""
-    owned, layouts = repeated.replay.parameters, repeated.replay.layouts.found
+    owned, layouts = repeated.replay.parameters, repeated.replay.layouts
     model, sources = owned.model, owned.sources
     wide: dict[nn.Parameter, nn.Parameter] = {}
     places = [
@@ -88,14 +87,14 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
             loss = replace(loss, targets=tuple(_double(t) for t in loss.targets))
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
-        kind = kind_of_run(in_double.run)
-        if kind not in layouts:
-            made = layouts[kind] = layouts.get(kind_of_run(run), {})  # none for packed rows
+        kind = layouts.key(in_double.run)
+        if kind not in layouts.found:
+            made = layouts.found[kind] = layouts.found.get(layouts.key(run), {})  # none for packed rows
         with Doubled():
             yield in_double, Widened(parameters), clipper.with_values(values)
     finally:
         if made is not None:
-            del layouts[kind]
+            del layouts.found[kind]
         for module, name, p in places:
             setattr(module, name, p)
         for p in wide.values():

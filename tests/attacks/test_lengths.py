@@ -46,6 +46,25 @@ def test_padding_that_counts_is_refused_where_several_rows_are_the_longest():
     assert "padding without a mask" in is_refused(lambda: Pooled(masked=False), loop, Texts())
 
 
+class Beside(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.text, self.features = Pooled(masked=False), nn.Linear(64, 2)
+
+    def forward(self, ids, x):
+        return self.text(ids) + self.features(x)
+
+
+def test_padding_that_counts_is_refused_beside_a_wider_input():
+    def loop_beside(model, engine, optimizer, dataset):
+        for logical_batch in engine.batches(dataset, 8, collate_fn=collate):
+            for ids, y in logical_batch:
+                F.cross_entropy(model(ids, torch.full((len(ids), 64), 0.01)), y).backward()
+            optimizer.step()
+
+    assert "padding without a mask" in is_refused(Beside, loop_beside, Texts())
+
+
 class Ended(Texts):
     """Texts that begin with the padding id; or only the longest has it, once."""
 

@@ -1,0 +1,132 @@
+"""Models that cut samples into pieces, [k * B, ...], by a length, size or number that changes between micro-batches.
+
+Failure modes: 13, the order of rows is that of an earlier length, at which a sample had one piece.
+"""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from tests.attacks.oracle import ALLOWED, influence
+from tests.oracle import (
+    TOLERANCE,
+    clipped_mean,
+    gradients_of,
+    noise_free_engine,
+    per_sample_gradients,
+    ramp_loss,
+    randn,
+    relative_error,
+)
+
+D, R = 64, 0.1
+
+
+class Pieces(nn.Module):
+    """Windows of 8 frames are encoded as samples of their own, one batch apart; their mean is the output."""
+
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(D, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x, size=8):
+        pieces = x.split(size, 1)
+        rows = torch.cat([piece.mean(1) for piece in pieces])
+        return self.encoder(rows).view(len(pieces), len(x), -1).sin().sum(0)
+
+
+class Flattened(Pieces):
+    """Long inputs are flattened in another order than short ones."""
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        if T <= 8:
+            return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
+        return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
+
+
+class Tiles(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.Sequential(nn.Linear(8 * 8, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def forward(self, x):
+        rows = torch.cat([tile.flatten(1) for strip in x.split(8, 1) for tile in strip.split(8, 2)])
+        return self.encoder(rows).view(-1, len(x), 4).sin().sum(0)
+
+
+CASES = {
+    "pieces": (Pieces, [(randn(6, T, D), ()) for T in (8, 8, 8, 32, 16, 8, 64)]),
+    "order by length": (Flattened, [(randn(6, T, D), ()) for T in (6, 6, 6, 12, 6, 24)]),
+    "tiles": (Tiles, [(randn(6, *size), ()) for size in ((8, 8), (8, 8), (8, 8), (32, 8), (8, 16), (32, 32))]),
+    "number": (Pieces, [(randn(6, 24, D), (size,)) for size in (24, 24, 24, 16, 24, 17, 18)]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_every_size_has_its_own_order_of_rows(case, verify, compiled):
+    build, calls = CASES[case]
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model, plain = build().double(), build().double()
+    plain.load_state_dict(model.state_dict())
+    if compiled:
+        model.encoder.compile(backend="aot_eager")
+    engine = noise_free_engine(model, batch_size=6, steps=len(calls), max_grad_norm=R, verify=verify)
+    for x, arguments in calls:
+        gradients = per_sample_gradients(Called(plain, arguments), (x,))
+        expected = {
+            name.removeprefix("model."): g for name, g in clipped_mean(gradients, max_grad_norm=R, batch_size=6).items()
+        }
+        ramp_loss(model(x, *arguments)).backward()
+        engine.privatize()
+        assert relative_error(gradients_of(model), expected) <= TOLERANCE
+        model.zero_grad()
+
+
+class Called(nn.Module):
+    def __init__(self, model, arguments):
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, x):
+        return self.model(x, *self.arguments)
+
+
+class Recordings(Dataset):
+    """Four short ones come first; the last is loud, and the others are quiet."""
+
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, i):
+        draws = torch.Generator().manual_seed(i)
+        return torch.randn(1, D, generator=draws).expand(32, D) if i == 11 else 1e-3 * self.noise(i, draws)
+
+    def noise(self, i, draws):
+        return torch.randn(8 if i < 4 else 32, D, generator=draws)
+
+
+def test_one_long_sample_counts_as_one():
+    """By the order of the first, short micro-batch it counted 3.7 times."""
+
+    def build():
+        model = Pieces()
+        with torch.no_grad():
+            for layer in (model.encoder[0], model.encoder[2]):
+                layer.bias.zero_()
+        return model
+
+    def loop(model, engine, optimizer, dataset):
+        for batch in engine.batches(dataset, micro_batch_size=4, collate_fn=torch.stack):
+            for x in batch:
+                (1e3 * model(x).square().sum(1)).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert influence(build, loop, Recordings(), left_out=[11]) <= ALLOWED
