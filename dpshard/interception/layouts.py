@@ -2,8 +2,8 @@
 
 [Note: Layouts by size]
 Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece, the
-two look alike. So every size of the inputs, and integer among them, has a probe of its own. Where ranks must probe equally often (FSDP2, ZeRO-3,
-models in parts), the first size serves all: ranks may have other lengths.
+two look alike. So every size of the inputs, and integer among them, has a probe of its own. Where ranks must probe
+equally often (FSDP2, ZeRO-3, models in parts), the first size serves all: ranks may have other lengths.
 """
 
 from __future__ import annotations
