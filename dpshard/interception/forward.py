@@ -88,7 +88,7 @@ class Interception:
         """Return the probed call of the model."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
-        return run if isinstance(run, PackedRun) else self.layouts.probed(run)
+        return run if isinstance(run, PackedRun) else self.layouts.probed(run)[0]
 
     def _planned(self, module: nn.Module, original: Any, args: Any, kwargs: Any, plan: MicroBatchPlan | None) -> Run:
         packed = self._session.packed
@@ -176,14 +176,16 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        packed = isinstance(run, PackedRun)
-        run = run if packed else self.layouts.as_read(run)
-        contents = kind_of_contents(run)  # a probe may change them
-        run = run if packed else self.layouts.probed(run)
-        kind = kind_of_run(run)
+        if isinstance(run, PackedRun):
+            contents, kind, layout = kind_of_contents(run), kind_of_run(run), {}
+        else:
+            run = self.layouts.as_read(run)
+            contents = kind_of_contents(run)  # a probe may change them
+            run, key = self.layouts.probed(run)
+            kind, layout = key[0], self.layouts.found[key]
         self._before_forward(run, (kind, contents))
         self._parameters.unshard(run.module)
-        return run, {} if packed else self.layouts.of(run)
+        return run, layout
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):
@@ -192,7 +194,7 @@ class Interception:
             grid = run.grid if isinstance(run, PackedRun) else None
             mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
             if grid is None:
-                mode.plans = self.layouts.plans(run, tape.batch_size)
+                mode.plans = self.layouts.plans(layout, tape.batch_size)
                 mode.rehearsals = mode.plans.rehearsals
             mode.trained = self._parameters.trained
             try:

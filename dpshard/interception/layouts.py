@@ -36,6 +36,9 @@ NEW_COURSE = (
 )
 
 
+Key = tuple[Any, Any, Any]
+
+
 class Layouts:
     """The layouts of one model."""
 
@@ -48,7 +51,7 @@ class Layouts:
         verified: bool,
         alone: bool,
     ) -> None:
-        self.found: dict[Any, Layout] = {}
+        self.found: dict[Key, Layout] = {}
         """By `key`; equal ones of a kind are the same object, so that they share plans."""
         self._of_kind: dict[Any, list[Layout]] = {}
         self._integers: dict[Any, set[tuple[int, ...]]] = {}  # inputs by kind
@@ -58,11 +61,11 @@ class Layouts:
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
         self._verified, self._alone = verified, alone
 
-    def key(self, run: Run) -> Any:
-        """Return the kind of the inputs, and their sizes; see [Note: Layouts by size]."""
+    def key(self, run: Run) -> Key:
+        """Return the kind of the inputs, their sizes and integers; see [Note: Layouts by size]."""
         kind = kind_of_run(run)
         if self._sharding.note_inputs is not None or self._parameters.unshards(run.module):
-            return kind
+            return kind, None, None
         integers, known = tuple([x for x in run.leaves if type(x) is int]), self._integers.setdefault(kind, set())
         if len(known) < _MOST_INTEGERS:
             known.add(integers)
@@ -71,56 +74,58 @@ class Layouts:
     def of(self, run: Run) -> Layout:
         """Return the layout for inputs of a probed kind; probe another size."""
         key = self.key(run)
-        if key not in self.found:
-            self._keep(run, self.probe(run, into={}))
-        return self.found[key]
+        return self.found[key] if key in self.found else self._keep(key, self.probe(run, into={}))
 
-    def _keep(self, run: Run, layout: Layout) -> None:
-        alike = self._of_kind.setdefault(kind_of_run(run), [])
+    def _keep(self, key: Key, layout: Layout) -> Layout:
+        alike = self._of_kind.setdefault(key[0], [])
         known = next((other for other in alike if other == layout), None)
         if known is None:
             alike.append(layout)
-        self.found[self.key(run)] = layout if known is None else known
+            known = layout
+        self.found[key] = known
+        return known
 
-    def plans(self, run: Run, batch_size: int) -> Plans:
-        """Return the plans for such inputs."""
-        key = kind_of_run(run), batch_size, id(self.of(run))
-        if key not in self._plans:
+    def plans(self, layout: Layout, batch_size: int) -> Plans:
+        """Return the plans for inputs with this layout, which `found` holds."""
+        key = id(layout), batch_size
+        plans = self._plans.get(key)
+        if plans is None:
             if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
                 self._plans.clear()
-            self._plans[key] = Plans()
-        return self._plans[key]
+            plans = self._plans[key] = Plans()
+        return plans
 
     def as_read(self, run: Run) -> Run:
         """Return `run` with probed batch dimensions."""
         dims = self._readings.get(self.key(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
-    def probed(self, run: Run) -> Run:
-        """Return `run`, after a probe of a new kind of inputs.
+    def probed(self, run: Run) -> tuple[Run, Key]:
+        """Return `run`, after a probe of new inputs, and its key.
 
         If it fails, an input may have the batch size by chance, so other batch dimensions follow.
         """
         run = self.as_read(run)
         key = self.key(run)
         if key in self.found:
-            return run
+            return run, key
         if run.rows == 1 < run.rows_per_unit and (of_several := self.key(replace(run, rows=2))) in self.found:
             self.found[key] = self.found[of_several]  # one unit tells less than several
-            return run
+            return run, key
         try:
-            self._keep(run, self.probe(run, into={}))
-            return run
+            self._keep(key, self.probe(run, into={}))
+            return run, key
         except BatchLayoutError:
             if self._parameters.unshards(run.module):  # all ranks must probe equally often
                 raise
             for reading in run.other_readings():
+                read = self.key(reading)
                 try:
-                    self._keep(reading, self.probe(reading, into={}))
+                    self._keep(read, self.probe(reading, into={}))
                 except BatchLayoutError:
                     continue
                 self._readings[key] = reading.dims
-                return reading
+                return reading, read
             raise
 
     def probe(self, run: Run, into: Layout) -> Layout:

@@ -59,7 +59,7 @@ class Replay:
             exchange = self.parameters.exchange
             mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid, exchange)
             if grid is None:
-                mode.rehearsals = self.layouts.plans(run, mode.slots.batch_size).rehearsals
+                mode.rehearsals = self.layouts.plans(layout, mode.slots.batch_size).rehearsals
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):

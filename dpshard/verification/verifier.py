@@ -11,7 +11,6 @@ import functools
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -39,12 +38,6 @@ from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 ENOUGH = 4
 """Samples of a thorough verification."""
-
-_BEGAN_SHORT = (
-    " Or (6) the first inputs had a dimension of size 1, so they did not show in which order forward flattens the rows "
-    "of several samples. Make a new engine, and call engine.verify(...) before training, with inputs in which no "
-    "dimension has size 1, such as these of shapes {shapes}."
-)
 
 Moment = tuple[int, int | None, int]
 """Step, number of the micro-batch (None in a user's own loop), and of all."""
@@ -88,20 +81,10 @@ class Verifier:
             news = self._watch.take_news(run, self._moment()[0])
         if new or due or news or self._owed:
             thorough, self._owed = new or news or self._owed, True  # owed until it has passed
-            try:
-                self.verify(replay, run, None, thorough=thorough)
-            except VerificationError as error:
-                if type(error) is not VerificationError or not self._began_short(sized):
-                    raise
-                shapes = [tuple(x.shape) for x in run.leaves if isinstance(x, Tensor)]
-                raise VerificationError(f"{error}{_BEGAN_SHORT.format(shapes=shapes)}") from error
+            self.verify(replay, run, None, thorough=thorough)
             self._kinds[sized] = max(self._kinds.get(sized, 0), run.rows)
             self._owed = False
         self._last = (replay, run)
-
-    def _began_short(self, sized: Any) -> bool:
-        ones = [[*chain(*of_one)] for kind, of_one in self._kinds if kind == sized[0] and of_one is not None]
-        return sized not in self._kinds and any(len(some) > len([*chain(*sized[1])]) for some in ones)
 
     def before_release(self) -> None:
         """Verify on the last micro-batch if the model has changed anew."""

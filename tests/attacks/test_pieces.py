@@ -46,6 +46,14 @@ class Flattened(Pieces):
         return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
 
 
+class TimesFirst(Pieces):
+    """[T * B] looks like [B * T] while T is 1."""
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        return self.encoder(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (T, B)).transpose(0, 1)
+
+
 class Tiles(nn.Module):
     def __init__(self):
         super().__init__()
@@ -59,6 +67,7 @@ class Tiles(nn.Module):
 CASES = {
     "pieces": (Pieces, [(randn(6, T, D), ()) for T in (8, 8, 8, 32, 16, 8, 64)]),
     "order by length": (Flattened, [(randn(6, T, D), ()) for T in (6, 6, 6, 12, 6, 24)]),
+    "one row": (TimesFirst, [(randn(6, T, D), ()) for T in (1, 1, 1, 4, 1, 6)]),
     "tiles": (Tiles, [(randn(6, *size), ()) for size in ((8, 8), (8, 8), (8, 8), (32, 8), (8, 16), (32, 32))]),
     "number": (Pieces, [(randn(6, 24, D), (size,)) for size in (24, 24, 24, 16, 24, 17, 18)]),
 }

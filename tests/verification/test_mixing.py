@@ -394,24 +394,3 @@ def test_a_capacity_for_more_samples_than_the_first_forward_had_is_caught():
     model(normal(2, D))
     with pytest.raises(REFUSED):
         model(normal(4, D))
-
-
-def test_an_order_that_one_row_a_sample_does_not_show_is_caught_with_the_first_longer_rows():
-    """[T * B] looks like [B * T] while T is 1; step 3 is not one of those that are verified anyway."""
-    width = 2 * T  # lengths up to the width are no news by themselves
-    layer = nn.Linear(width, width)
-    model = nn.Sequential(layer)
-    model.forward = lambda x: layer(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (x.shape[1], -1)).transpose(0, 1)
-    engine = engine_on(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        model(torch.randn(B, 1, width)).square().sum((1, 2)).mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    with pytest.raises(VerificationError, match=rf"no dimension has size 1, such as these of shapes \[\({B}, {T}, "):
-        model(torch.randn(B, T, width))
-    engine.detach()
-    engine = engine_on(model)
-    engine.verify(torch.randn(B, T, width))
-    for rows in (1, T):
-        model(torch.randn(B, rows, width)).square().sum((1, 2)).mean().backward()
