@@ -12,7 +12,7 @@ from dpshard.interception.held_objects import PLAIN, is_foreign
 from dpshard.interception.model_state import is_own, parts_of
 from dpshard.names import modules_of
 
-_DEEPEST = 2
+_DEEPEST = 4
 
 
 class Attributes:
@@ -25,6 +25,8 @@ class Attributes:
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._sized: list[dict[Any, Any]] = []
+        self._lists: list[list[Any]] = []
+        self._items: list[list[Any]] = []
         seen: set[int] = set()
         for _, each in modules_of(module):
             modules, buffers = parts_of(each)
@@ -44,6 +46,10 @@ class Attributes:
             if depth < _DEEPEST and id(x) not in seen and not isinstance(x, (Tensor, nn.Module, *PLAIN)):
                 seen.add(id(x))
                 held = x if isinstance(x, dict) else getattr(x, "__dict__", None)
+                if isinstance(x, list):
+                    self._lists.append(x)
+                    self._items.append([*x])
+                    held = dict(enumerate(x))  # a copy, to look into the items
                 if isinstance(held, dict) and not callable(x) and not is_foreign(type(x).__module__):
                     self._add(held, [*held], seen, depth + 1)
 
@@ -52,15 +58,22 @@ class Attributes:
 
     def are_unchanged(self) -> bool:
         """Return True if every attribute is the same object as before."""
-        return all(map(is_, self._values, map(dict.get, self._owners, self._keys))) and self._sizes == [
-            *map(len, self._sized)
-        ]
+        if not all(map(is_, self._values, map(dict.get, self._owners, self._keys))):
+            return False
+        lists = zip(self._items, self._lists, strict=True)
+        return self._sizes == [*map(len, self._sized)] and all(_alike(items, x) for items, x in lists)
 
     def leave_out_changed(self) -> None:
         """Forget the attributes that have changed since."""
         kept = [*map(is_, self._values, self._now())]
         for name in ("_owners", "_keys", "_values"):
             setattr(self, name, [x for x, same in zip(getattr(self, name), kept, strict=True) if same])
+        lists = [(items, x) for items, x in zip(self._items, self._lists, strict=True) if _alike(items, x)]
+        self._items, self._lists = [items for items, _ in lists], [x for _, x in lists]
         same_size = [n == len(x) for n, x in zip(self._sizes, self._sized, strict=True)]
         self._sized = [x for x, same in zip(self._sized, same_size, strict=True) if same]
         self._sizes = [*map(len, self._sized)]
+
+
+def _alike(items: list[Any], x: list[Any]) -> bool:
+    return len(items) == len(x) and all(map(is_, items, x))

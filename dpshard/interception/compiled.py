@@ -9,8 +9,10 @@ import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -21,8 +23,8 @@ from dpshard.interception.active import ActiveForward, Region
 from dpshard.interception.attributes import Attributes
 from dpshard.interception.batch_dims import CallKey, CallLayout
 from dpshard.interception.call import Refusal
+from dpshard.interception.held_objects import PLAIN, is_foreign, slots_of
 from dpshard.interception.isolation import Isolate, eager
-from dpshard.interception.kinds import kind_of_object
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
@@ -31,6 +33,8 @@ from dpshard.interception.slots import SlotRecorder, slot_facts
 from dpshard.names import parameters_of
 from dpshard.rules.call import Source
 from dpshard.rules.torch_functions import Passthrough
+
+_DEEPEST, _MOST_HELD = 4, 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,5 +218,22 @@ def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
     return (x.shape, x.dtype, sources[x].label if x in sources else None)
 
 
-def _constant(x: Any) -> Any:
-    return x if isinstance(x, (bool, int, float, str, bytes, type(None))) else kind_of_object(x)
+def _constant(x: Any, depth: int = 0) -> Any:
+    """Return what decides the course of a region: values, and contents of objects, with shapes of tensors."""
+    if isinstance(x, np.generic):
+        x = x.item()
+    if isinstance(x, (*PLAIN, Enum)):
+        return type(x), x
+    if isinstance(x, Tensor):
+        return x.shape, x.dtype
+    held = dict(enumerate(x)) if isinstance(x, list | tuple) else x if isinstance(x, dict) else _attributes_of(x)
+    if depth == _DEEPEST or held is None or len(held) > _MOST_HELD:
+        return type(x)
+    return type(x), tuple([(str(name), _constant(item, depth + 1)) for name, item in held.items()])
+
+
+def _attributes_of(x: Any) -> dict[str, Any] | None:
+    if isinstance(x, nn.Module) or callable(x) or is_foreign(type(x).__module__):
+        return None
+    slots = {name: getattr(x, name) for name in slots_of(x) if hasattr(x, name)}
+    return slots | getattr(x, "__dict__", {})

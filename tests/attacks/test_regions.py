@@ -7,8 +7,11 @@ or buffer that a module had before.
 
 import copy
 import enum
+from dataclasses import dataclass
 from types import SimpleNamespace
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -60,6 +63,17 @@ class Flat(nn.Module):
         return self.block(x.reshape(-1, 4)).view(x.shape)
 
 
+class Called(nn.Module):
+    """A model called with further arguments."""
+
+    def __init__(self, model, arguments):
+        super().__init__()
+        self.model, self.arguments = model, arguments
+
+    def forward(self, x):
+        return self.model(x, *self.arguments)
+
+
 def require_exact_steps(model, calls, change=lambda _: None, **options):
     """Take a step of own batches for each call (data, further arguments, whether the model changes before it)."""
     plain = copy.deepcopy(model)
@@ -70,8 +84,11 @@ def require_exact_steps(model, calls, change=lambda _: None, **options):
         if changes:
             change(model)
             change(plain)
+        gradients = per_sample_gradients(Called(plain, arguments), (x,))
         expected = clipped_mean(
-            per_sample_gradients(plain, (x,), lambda y, *_: ramp_loss(y)), max_grad_norm=R, batch_size=6
+            [{name.removeprefix("model."): g for name, g in of_sample.items()} for of_sample in gradients],
+            max_grad_norm=R,
+            batch_size=6,
         )
         ramp_loss(model(x, *arguments)).backward()
         engine.privatize()
@@ -131,6 +148,15 @@ class Scaled(nn.Module):
         return F.layer_norm(x, (8,), self.norm.weight, self.norm.bias, self.options.eps)
 
 
+class Listed(Scaled):
+    def __init__(self):
+        super().__init__()
+        self.options = [self.options]
+
+    def forward(self, x):
+        return F.layer_norm(x, (8,), self.norm.weight, self.norm.bias, self.options[0].eps)
+
+
 class Frozen(nn.Module):
     def __init__(self):
         super().__init__()
@@ -153,6 +179,7 @@ CHANGES = {
     "mean": (Frozen, {"norm.running_mean": torch.ones(3)}),
     "mask": (Masked, {"mask": torch.eye(3, 8)}),
     "option": (Scaled, {"options.eps": 0.4}),
+    "option in a list": (Listed, {"options[0].eps": 0.4}),
 }
 
 
@@ -172,6 +199,32 @@ def test_a_changed_attribute_counts_from_the_next_call(what, verify):
     model.compile(backend="aot_eager")
     calls = [(randn(6, 3, 8), (), change) for change in (False, False, True, False, True)]
     require_exact_steps(model, calls, change, verify=verify)
+
+
+@dataclass
+class Options:
+    """An argument that no pytree opens."""
+
+    groups: Any
+    weights: torch.Tensor
+
+
+class Grouped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight, self.linear = nn.Parameter(torch.rand(8)), nn.Linear(8, 8)
+
+    def forward(self, x, options):
+        return F.group_norm(self.linear(x), int(options.groups), self.weight) * options.weights
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_the_contents_of_an_argument_count(verify):
+    model = Grouped().double()
+    model.compile(backend="aot_eager")
+    contents = [(4, 8), (4, 8), (2, 8), (np.int64(4), 1), (np.int64(2), 1), (True, 1), (1, 8)]
+    calls = [(randn(6, 8), (Options(groups, randn(size)),), False) for groups, size in contents]
+    require_exact_steps(model, calls, verify=verify)
 
 
 class Blocks(nn.Module):
@@ -245,7 +298,8 @@ def same(x, y):
 def owner_of(x, path):
     *parents, name = path.split(".")
     for parent in parents:
-        x = getattr(x, parent)
+        attribute, _, item = parent.partition("[")
+        x = getattr(x, attribute)[int(item[:-1])] if item else getattr(x, attribute)
     return x, name
 
 
