@@ -16,7 +16,7 @@ _DEEPEST = 4
 
 
 class Attributes:
-    """Attributes, buffers and sub-modules of a module, and attributes of objects among them, by identity.
+    """Attributes, buffers and sub-modules of a module, by identity; of objects among them, too.
 
     Omits what `forward` itself assigns: note it with `leave_out_changed`.
     """

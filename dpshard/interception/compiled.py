@@ -132,7 +132,7 @@ class CompiledRegions:
 
     @property
     def _rehearsed(self) -> dict[Any, Any]:
-        """Rehearsals that the running forward may repeat: with equal batch dimensions, and as many samples."""
+        """Rehearsals with the layout and number of samples of the running forward."""
         mode = self._active.mode  # of the whole model; the innermost one may be of a region around
         if mode is None or (mode.rehearsals is None and mode.grid is None):
             return {}
@@ -219,7 +219,7 @@ def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
 
 
 def _constant(x: Any, depth: int = 0) -> Any:
-    """Return what decides the course of a region: values, and contents of objects, with shapes of tensors."""
+    """Return the values, shapes of tensors, and contents of objects."""
     if isinstance(x, np.generic):
         x = x.item()
     if isinstance(x, (*PLAIN, Enum)):

@@ -1,9 +1,9 @@
 """The batch dimensions of inputs and calls, found by probes.
 
 [Note: Layouts by size]
-Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece, the
-two look alike. So every size of the inputs, and integer among them, has a probe of its own. Where ranks must probe
-equally often (FSDP2, ZeRO-3, models in parts), the first size serves all: ranks may have other lengths.
+Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece,
+both look alike. So every size of the inputs, and integer among them, has a probe of its own. Ranks may have other
+lengths. So where they must probe equally often, the first size serves all.
 """
 
 from __future__ import annotations

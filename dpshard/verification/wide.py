@@ -70,7 +70,8 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
     ]
     buffers = [b for b in model.buffers() if b.dtype == torch.float32]
-    kind, made, run = None, None, repeated.run
+    made, run = None, repeated.run
+    key = layouts.key(run)
     try:
         for module, name, p in places:
             if p not in wide:
@@ -87,14 +88,14 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
             loss = replace(loss, targets=tuple(_double(t) for t in loss.targets))
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
-        kind = layouts.key(in_double.run)
-        if kind not in layouts.found:
-            made = layouts.found[kind] = layouts.found.get(layouts.key(run), {})  # none for packed rows
+        single, key = key, layouts.key(in_double.run)
+        if key not in layouts.found:
+            made = layouts.found[key] = layouts.found.get(single, {})  # none for packed rows
         with Doubled():
             yield in_double, Widened(parameters), clipper.with_values(values)
     finally:
         if made is not None:
-            del layouts.found[kind]
+            del layouts.found[key]
         for module, name, p in places:
             setattr(module, name, p)
         for p in wide.values():
