@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from dpshard.interception.layouts import Layouts
 from dpshard.interception.plans import PlannedUse
 from dpshard.rules import RULES
 from tests.oracle import (
@@ -152,6 +153,20 @@ def test_a_planned_use_runs_without_its_rule(monkeypatch):
         found.append(len(counts))
     engine.detach()
     assert found == [3, 0, 3, 0, 0, 3, 0, 0]
+
+
+def test_a_counter_among_the_inputs_does_not_probe_for_ever(monkeypatch):
+    """Numbers have probes of their own, as they may cut samples into pieces, until there are too many."""
+    probed = []
+    probe = Layouts.probe
+    monkeypatch.setattr(Layouts, "probe", lambda self, run, into: probed.append(run) or probe(self, run, into))
+    model = nn.Sequential(nn.Linear(D, D))
+    model.forward = lambda x, step: model[0](x) * (step > 0)
+    engine = noise_free_engine(model, batch_size=B, steps=1, verify=False)
+    for step in range(512, 600):
+        model(torch.randn(B, D), step)
+    engine.detach()
+    assert len(probed) == 64 + 1
 
 
 def count_plans():
