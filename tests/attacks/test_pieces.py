@@ -8,19 +8,11 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from tests.attacks.exact_steps import require_exact_steps
 from tests.attacks.oracle import ALLOWED, influence
-from tests.oracle import (
-    TOLERANCE,
-    clipped_mean,
-    gradients_of,
-    noise_free_engine,
-    per_sample_gradients,
-    ramp_loss,
-    randn,
-    relative_error,
-)
+from tests.oracle import randn
 
-D, R = 64, 0.1
+D = 64
 
 
 class Pieces(nn.Module):
@@ -82,29 +74,10 @@ def test_every_size_has_its_own_order_of_rows(case, verify, compiled):
     build, calls = CASES[case]
     torch.manual_seed(0)
     torch._dynamo.reset()
-    model, plain = build().double(), build().double()
-    plain.load_state_dict(model.state_dict())
+    model = build().double()
     if compiled:
         model.encoder.compile(backend="aot_eager")
-    engine = noise_free_engine(model, batch_size=6, steps=len(calls), max_grad_norm=R, verify=verify)
-    for x, arguments in calls:
-        gradients = per_sample_gradients(Called(plain, arguments), (x,))
-        expected = {
-            name.removeprefix("model."): g for name, g in clipped_mean(gradients, max_grad_norm=R, batch_size=6).items()
-        }
-        ramp_loss(model(x, *arguments)).backward()
-        engine.privatize()
-        assert relative_error(gradients_of(model), expected) <= TOLERANCE
-        model.zero_grad()
-
-
-class Called(nn.Module):
-    def __init__(self, model, arguments):
-        super().__init__()
-        self.model, self.arguments = model, arguments
-
-    def forward(self, x):
-        return self.model(x, *self.arguments)
+    require_exact_steps(model, calls, verify=verify)
 
 
 class Recordings(Dataset):
@@ -115,10 +88,9 @@ class Recordings(Dataset):
 
     def __getitem__(self, i):
         draws = torch.Generator().manual_seed(i)
-        return torch.randn(1, D, generator=draws).expand(32, D) if i == 11 else 1e-3 * self.noise(i, draws)
-
-    def noise(self, i, draws):
-        return torch.randn(8 if i < 4 else 32, D, generator=draws)
+        if i == 11:
+            return torch.randn(1, D, generator=draws).expand(32, D)
+        return 1e-3 * torch.randn(8 if i < 4 else 32, D, generator=draws)
 
 
 def test_one_long_sample_counts_as_one():

@@ -5,7 +5,6 @@ with equal shapes, so several samples are clipped as one, or one sample as sever
 or buffer that a module had before.
 """
 
-import copy
 import enum
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -18,19 +17,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from tests.attacks.exact_steps import require_exact_steps, uncompiled
 from tests.attacks.oracle import clipped_sum
-from tests.oracle import (
-    TOLERANCE,
-    clipped_mean,
-    gradients_of,
-    noise_free_engine,
-    per_sample_gradients,
-    ramp_loss,
-    randn,
-    relative_error,
-)
-
-R = 0.1
+from tests.oracle import randn, relative_error
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
@@ -63,49 +52,16 @@ class Flat(nn.Module):
         return self.block(x.reshape(-1, 4)).view(x.shape)
 
 
-class Called(nn.Module):
-    """A model called with further arguments."""
-
-    def __init__(self, model, arguments):
-        super().__init__()
-        self.model, self.arguments = model, arguments
-
-    def forward(self, x):
-        return self.model(x, *self.arguments)
-
-
-def require_exact_steps(model, calls, change=lambda _: None, **options):
-    """Take a step of own batches for each call (data, further arguments, whether the model changes before it)."""
-    plain = copy.deepcopy(model)
-    for module in plain.modules():
-        module._compiled_call_impl = None
-    engine = noise_free_engine(model, batch_size=6, steps=len(calls), max_grad_norm=R, **options)
-    for x, arguments, changes in calls:
-        if changes:
-            change(model)
-            change(plain)
-        gradients = per_sample_gradients(Called(plain, arguments), (x,))
-        expected = clipped_mean(
-            [{name.removeprefix("model."): g for name, g in of_sample.items()} for of_sample in gradients],
-            max_grad_norm=R,
-            batch_size=6,
-        )
-        ramp_loss(model(x, *arguments)).backward()
-        engine.privatize()
-        assert relative_error(gradients_of(model), expected) <= TOLERANCE
-        model.zero_grad()
-
-
 @pytest.mark.parametrize("shapes", [[(2, 20), (18, 1), (2, 9)], [(4, 9), (36, 1), (2, 18), (36, 1)]])
 @pytest.mark.parametrize("verify", [True, False])
 def test_as_many_rows_may_be_of_another_number_of_samples(shapes, verify):
-    calls = [(randn(*shape, 4), (), False) for shape in shapes]
+    calls = [(randn(*shape, 4), ()) for shape in shapes]
     require_exact_steps(Flat().double(), calls, verify=verify)
 
 
 @pytest.mark.parametrize("orders", [[Order.SAMPLES, Order.TIMES] * 2, [False, True] * 2])
 def test_an_argument_may_choose_the_order_of_rows(orders):
-    require_exact_steps(Flat().double(), [(randn(6, 4, 4), (order,), False) for order in orders])
+    require_exact_steps(Flat().double(), [(randn(6, 4, 4), (order,)) for order in orders])
 
 
 def test_micro_batches_of_one_step_may_differ_in_the_order_of_rows():
@@ -118,13 +74,9 @@ def test_micro_batches_of_one_step_may_differ_in_the_order_of_rows():
             optimizer.step()
             optimizer.zero_grad()
 
-    def plain():
-        model = Flat()
-        model.block._compiled_call_impl = None
-        return model
-
     data = TensorDataset(torch.randn(8, 8, 4, generator=torch.Generator().manual_seed(1)))
-    expected, found = (clipped_sum(build, loop, data, max_grad_norm=1.0) for build in (plain, Flat))
+    expected = clipped_sum(lambda: uncompiled(Flat()), loop, data, max_grad_norm=1.0)
+    found = clipped_sum(Flat, loop, data, max_grad_norm=1.0)
     assert relative_error(found, expected) <= 1e-5
 
 
@@ -197,8 +149,7 @@ def test_a_changed_attribute_counts_from_the_next_call(what, verify):
             setattr(owner, name, new if getattr(owner, name) is was or same(getattr(owner, name), was) else was)
 
     model.compile(backend="aot_eager")
-    calls = [(randn(6, 3, 8), (), change) for change in (False, False, True, False, True)]
-    require_exact_steps(model, calls, change, verify=verify)
+    require_exact_steps(model, [(randn(6, 3, 8), ()) for _ in range(5)], change, changes=(2, 4), verify=verify)
 
 
 @dataclass
@@ -223,7 +174,7 @@ def test_the_contents_of_an_argument_count(verify):
     model = Grouped().double()
     model.compile(backend="aot_eager")
     contents = [(4, 8), (4, 8), (2, 8), (np.int64(4), 1), (np.int64(2), 1), (True, 1), (1, 8)]
-    calls = [(randn(6, 8), (Options(groups, randn(size)),), False) for groups, size in contents]
+    calls = [(randn(6, 8), (Options(groups, randn(size)),)) for groups, size in contents]
     require_exact_steps(model, calls, verify=verify)
 
 
@@ -258,8 +209,8 @@ def test_parameters_may_be_frozen_for_some_steps(frozen):
             if frozen in name:
                 parameter.requires_grad_(not parameter.requires_grad)
 
-    calls = [(randn(6, 3, 4), (), change) for change in (False, False, True, False, True, True)]
-    require_exact_steps(Blocks().double(), calls, toggle)
+    calls = [(randn(6, 3, 4), ()) for _ in range(6)]
+    require_exact_steps(Blocks().double(), calls, toggle, changes=(2, 4, 5))
 
 
 def test_weights_may_be_tied_between_steps():
@@ -268,11 +219,11 @@ def test_weights_may_be_tied_between_steps():
 
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4)).double()
     model.compile(backend="aot_eager")
-    require_exact_steps(model, [(randn(6, 4), (), change) for change in (False, True, False)], tie)
+    require_exact_steps(model, [(randn(6, 4), ()) for _ in range(3)], tie, changes=(1,))
 
 
 class Target(nn.Module):
-    """A layer that predicts its own output, of which a part has no gradient."""
+    """The target is a layer's own output, computed without gradients."""
 
     def __init__(self):
         super().__init__()
@@ -288,7 +239,7 @@ class Target(nn.Module):
 def test_a_part_without_gradients_has_no_slot(verify):
     model = Target().double()
     model.compile(backend="aot_eager")
-    require_exact_steps(model, [(randn(6, 3, 4), (), False)] * 3, verify=verify)
+    require_exact_steps(model, [(randn(6, 3, 4), ())] * 3, verify=verify)
 
 
 def same(x, y):
@@ -324,5 +275,5 @@ def test_a_region_that_counts_its_calls_is_rehearsed_once(monkeypatch):
     monkeypatch.setattr(CompiledRegions, "_rehearse", lambda self, *args: rehearsals.append(1) or rehearse(self, *args))
     model = nn.Sequential(Counting(8, 8), nn.Tanh()).double()
     model[0].compile(backend="eager")
-    require_exact_steps(model, [(randn(6, 8), (), False)] * 4)
+    require_exact_steps(model, [(randn(6, 8), ())] * 4)
     assert len(rehearsals) <= 3  # two of them for numbers of samples that verification takes
