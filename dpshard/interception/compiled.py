@@ -23,8 +23,9 @@ from dpshard.interception.active import ActiveForward, Region
 from dpshard.interception.attributes import Attributes
 from dpshard.interception.batch_dims import CallKey, CallLayout
 from dpshard.interception.call import Refusal
-from dpshard.interception.held_objects import PLAIN, is_foreign, slots_of
+from dpshard.interception.held_objects import PLAIN, is_foreign
 from dpshard.interception.isolation import Isolate, eager
+from dpshard.interception.kinds import contents_of
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.numbered import NumberedLayout, NumberedSources, Numbering
 from dpshard.interception.parameters import TrainedParameters
@@ -78,7 +79,6 @@ class CompiledRegions:
 
     def __init__(self, parameters: TrainedParameters, active: ActiveForward, isolate: Isolate) -> None:
         self._parameters, self._active, self._isolate = parameters, active, isolate
-        self._of_packed: dict[Any, Any] = {}
 
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with its slots."""
@@ -102,8 +102,10 @@ class CompiledRegions:
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         autocast = any(torch.is_autocast_enabled(device) for device in devices)
         key = (module, tree, inputs, mode.grid, mode.slots.batch_size, autocast)
-        rehearsed = self._rehearsed
-        region = rehearsed.get(key)
+        outer = self._active.mode  # of the whole model; the innermost one may be of a region around
+        assert outer is not None
+        assert outer.rehearsals is not None
+        region = outer.rehearsals.get(key)
         if region is not None and not region.attributes.are_unchanged():
             region = None
         if region is None or (known := region.known_again(mode, leaves)) is None:
@@ -111,7 +113,7 @@ class CompiledRegions:
             first = [x for x in tensors if isinstance(x, Tensor) and x in mode.sources]
             if region is None or region.trained != [mode.sources[x].label for x in first]:
                 region = self._rehearse(module, functools.partial(original, *args, **kwargs), mode, first)
-                rehearsed[key] = region
+                outer.rehearsals[key] = region
             known = self._known(region, mode, first)
         rows = region.rows
         if region.copies and not mode.slots.compiled:
@@ -129,14 +131,6 @@ class CompiledRegions:
         )
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
-
-    @property
-    def _rehearsed(self) -> dict[Any, Any]:
-        """Rehearsals with the layout and number of samples of the running forward."""
-        mode = self._active.mode  # of the whole model; the innermost one may be of a region around
-        if mode is None or (mode.rehearsals is None and mode.grid is None):
-            return {}
-        return self._of_packed if mode.rehearsals is None else mode.rehearsals
 
     def _rehearse(
         self, module: nn.Module, forward: Callable[[], Any], mode: InterceptionMode, first: list[Tensor]
@@ -226,14 +220,8 @@ def _constant(x: Any, depth: int = 0) -> Any:
         return type(x), x
     if isinstance(x, Tensor):
         return x.shape, x.dtype
-    held = dict(enumerate(x)) if isinstance(x, list | tuple) else x if isinstance(x, dict) else _attributes_of(x)
+    opaque = isinstance(x, nn.Module) or callable(x) or is_foreign(type(x).__module__)
+    held = contents_of(x) if isinstance(x, dict | list | tuple) or not opaque else None
     if depth == _DEEPEST or held is None or len(held) > _MOST_HELD:
         return type(x)
     return type(x), tuple([(str(name), _constant(item, depth + 1)) for name, item in held.items()])
-
-
-def _attributes_of(x: Any) -> dict[str, Any] | None:
-    if isinstance(x, nn.Module) or callable(x) or is_foreign(type(x).__module__):
-        return None
-    slots = {name: getattr(x, name) for name in slots_of(x) if hasattr(x, name)}
-    return slots | getattr(x, "__dict__", {})

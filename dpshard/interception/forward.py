@@ -193,9 +193,8 @@ class Interception:
             exchange = self._parameters.exchange
             grid = run.grid if isinstance(run, PackedRun) else None
             mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
-            if grid is None:
-                mode.plans = self.layouts.plans(layout, tape.batch_size)
-                mode.rehearsals = mode.plans.rehearsals
+            mode.plans = plans = self.layouts.plans(layout, tape.batch_size) if grid is None else None
+            mode.rehearsals = self.layouts.rehearsals_of_packed if plans is None else plans.rehearsals
             mode.trained = self._parameters.trained
             try:
                 with self._active.recorded(mode):

@@ -67,14 +67,15 @@ def kind_of_object(x: Any, depth: int = 0) -> Any:
         return kind_of_object(x.__func__, depth + 1), kind_of_object(x.__self__, depth + 1)
     if is_foreign(getattr(x, "__module__", None) if isinstance(x, FunctionType) else type(x).__module__):
         return getattr(x, "__qualname__", None)
-    held = _held(x)
+    held = contents_of(x)
     if held is None:
         return kind_of_value(x) if not callable(x) else getattr(x, "__qualname__", None)
     kinds = [(str(name), kind_of_object(item, depth + 1)) for name, item in [*held.items()][:_MOST]]
     return (x.__code__ if isinstance(x, FunctionType) else type(x), tuple(kinds))
 
 
-def _held(x: Any) -> dict[Any, Any] | None:
+def contents_of(x: Any) -> dict[Any, Any] | None:
+    """Return what an object, a collection or a function holds, by name; None if nothing."""
     if isinstance(x, dict):
         return x
     if isinstance(x, list | tuple):

@@ -56,6 +56,8 @@ class Layouts:
         self._of_kind: dict[Any, list[Layout]] = {}
         self._integers: dict[Any, set[tuple[int, ...]]] = {}  # inputs by kind
         self._plans: dict[Any, Plans] = {}
+        self.rehearsals_of_packed: dict[Any, Any] = {}
+        """See Plans.rehearsals; packed rows have no layout."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Where probes have corrected sizes.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
@@ -86,13 +88,13 @@ class Layouts:
         return known
 
     def plans(self, layout: Layout, batch_size: int) -> Plans:
-        """Return the plans for inputs with this layout, which `found` holds."""
+        """Return the plans for inputs with this layout."""
         key = id(layout), batch_size
         plans = self._plans.get(key)
         if plans is None:
             if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
                 self._plans.clear()
-            plans = self._plans[key] = Plans()
+            plans = self._plans[key] = Plans(layout)
         return plans
 
     def as_read(self, run: Run) -> Run:

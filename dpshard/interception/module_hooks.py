@@ -18,7 +18,11 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from dpshard.errors import UnsupportedParameterError
 
+Forward = Callable[..., Any]
+
 _FRAMEWORKS = ("torch", "accelerate", "deepspeed", "dpshard")
+_WITH_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
+"""Frameworks' hooks that compute weights."""
 
 
 def has_hooks(module: nn.Module) -> bool:
@@ -52,12 +56,9 @@ def _home(hook: Callable[..., Any]) -> str:
     return str(getattr(hook, "__module__", None) or type(hook).__module__).partition(".")[0]
 
 
-Forward = Callable[..., Any]
-
-
 def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
-    """Return `forward`, preceded by these hooks."""
-    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _KNOWN)]
+    """Return `forward`, preceded by the hooks that compute weights."""
+    hooks = [hook for hook in module._forward_pre_hooks.values() if isinstance(hook, _WITH_WEIGHTS)]
     if not hooks:
         return forward
 
@@ -70,6 +71,3 @@ def with_recomputed_weights(module: nn.Module, forward: Forward) -> Forward:
         return forward(*args, **kwargs)
 
     return recomputed
-
-
-_KNOWN = (WeightNorm, SpectralNorm, BasePruningMethod)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dpshard.clipping.autograd_nodes import fused_tap, fuses, hold
 from dpshard.clipping.tape import Tape
 from dpshard.clipping.uses import Use
+from dpshard.interception.batch_dims import Layout
 from dpshard.interception.slots import Slots
 from dpshard.rules.call import Planned, Source
 from dpshard.rules.torch_functions import Function
@@ -57,9 +58,10 @@ class PlannedUse:
 
 
 class Plans:
-    """The plans for one kind of inputs and number of samples."""
+    """The plans for one layout and number of samples."""
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        self.layout = layout  # held, so that no other object gets its identity
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
         self.rehearsals: dict[Any, Any] = {}
         """Of compiled regions; see compiled.py."""

@@ -58,8 +58,8 @@ class Replay:
             sources, refusal = self.parameters.trainable(), self.parameters.refusal
             exchange = self.parameters.exchange
             mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid, exchange)
-            if grid is None:
-                mode.rehearsals = self.layouts.plans(layout, mode.slots.batch_size).rehearsals
+            plans = self.layouts.plans(layout, mode.slots.batch_size) if grid is None else None
+            mode.rehearsals = self.layouts.rehearsals_of_packed if plans is None else plans.rehearsals
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):

@@ -70,8 +70,7 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
         (module, name, p) for module in model.modules() for name, p in module._parameters.items() if p is not None
     ]
     buffers = [b for b in model.buffers() if b.dtype == torch.float32]
-    made, run = None, repeated.run
-    key = layouts.key(run)
+    added, run = None, repeated.run
     try:
         for module, name, p in places:
             if p not in wide:
@@ -88,14 +87,15 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
             loss = replace(loss, targets=tuple(_double(t) for t in loss.targets))
         values: dict[str, Tensor] = dict(parameters)
         in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
-        single, key = key, layouts.key(in_double.run)
+        key = layouts.key(in_double.run)
         if key not in layouts.found:
-            made = layouts.found[key] = layouts.found.get(single, {})  # none for packed rows
+            layouts.found[key] = layouts.found.get(layouts.key(run), {})  # none for packed rows
+            added = key
         with Doubled():
             yield in_double, Widened(parameters), clipper.with_values(values)
     finally:
-        if made is not None:
-            del layouts.found[key]
+        if added is not None:
+            del layouts.found[added]
         for module, name, p in places:
             setattr(module, name, p)
         for p in wide.values():

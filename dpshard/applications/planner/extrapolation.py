@@ -18,6 +18,9 @@ from dpshard.applications.planner.models import PRESETS, Transformer
 from dpshard.applications.planner.simulation import Clipping, Setup, Simulation
 from dpshard.applications.planner.timeline import Event
 
+Key = tuple[object, ...]
+Span = tuple[int, int]
+
 FEW = 4
 """Both ends, and two with equals at both sides."""
 MANY = 12
@@ -47,10 +50,6 @@ def rank_of(setup: Setup) -> Simulation | Extrapolation:
         return Simulation(setup)
     few, more = (Simulation(replace(setup, model=replace(shape, layers=n))) for n in (FEW, FEW + 1))
     return Extrapolation(few, more, shape.layers - FEW, lambda: Simulation(setup))
-
-
-Key = tuple[object, ...]
-Span = tuple[int, int]
 
 
 def extrapolated(few: Counts, more: Counts, pieces: int) -> Counts | None:

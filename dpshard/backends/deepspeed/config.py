@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 from dpshard.errors import ConfigurationError, UnsupportedOptimizerError
 from dpshard.names import is_compiled
 
+_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.linear
+
 _TESTED = (0, 19)
 
 _KNOWN = ("DeepSpeedZeroOptimizer", "BF16_Optimizer", "DeepSpeedZeroOptimizer_Stage3")
@@ -129,9 +131,6 @@ def _refuse_optimizer(optimizer: Any) -> None:
             f"{kind.__name__}: DeepSpeed applies Muon to gradients before the private gradient is in place. Choose "
             f"Adam or AdamW."
         )
-
-
-_LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # the original F.linear
 
 
 def keep_linear() -> None:
