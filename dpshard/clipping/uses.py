@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from dpshard.errors import BatchLayoutError
 from dpshard.records import Record
 from dpshard.rules.call import Build, Source, records_of
 
@@ -24,4 +25,7 @@ class Use:
 
     def records(self, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
         """Return the records of arrived tensors, with their sources."""
-        return records_of(self.sources, self.build, tensors)
+        try:
+            return records_of(self.sources, self.build, tensors)
+        except BatchLayoutError as error:
+            raise BatchLayoutError(f"{', '.join(source.label for source in self.sources)}: {error}") from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -22,12 +22,25 @@ class BatchAxis:
     """Adjacent rows of a sample among B * k. 0: all k ([B, k]); 1: none ([k, B]); K of a unit: [k / K, B, K]."""
     routed: bool = False
     """True if the data decides the order of rows; each counts as a sample."""
+    most: int = 0
+    """The largest k that probes saw, if too small to tell the order of more rows; 0 if they saw more."""
+
+    def require_order(self, k: int) -> None:
+        """Raise BatchLayoutError if the order of k rows a sample is unknown."""
+        if 0 < self.most < k:
+            raise BatchLayoutError(
+                f"{k} rows of each sample meet a parameter at once (flattened, or pieces that were joined). When their "
+                f"order was probed, there were {self.most}, which lie alike side by side ([B, k]) and one batch apart "
+                f"([k, B]). Keep the samples in a dimension of their own; let forward get what decides the number of "
+                f"rows as an argument; or call engine.verify(...) before training, on samples with several."
+            )
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
         """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension in place."""
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
+        self.require_order(size // batch_size)
         if not self.adjacent:
             return x.unflatten(self.dim, (batch_size, size // batch_size)).movedim(self.dim, 0)
         apart = size // batch_size // self.adjacent
@@ -38,6 +51,7 @@ class BatchAxis:
         """Undo `split` for k rows per sample."""
         if k == 1:
             return x.movedim(0, self.dim)
+        self.require_order(k)
         if not self.adjacent:
             return x.movedim(0, self.dim).flatten(self.dim, self.dim + 1)
         x = x.unflatten(self.dim + 1, (k // self.adjacent, self.adjacent))
@@ -161,8 +175,8 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
     return axis
 
 
-def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> Tensor:
-    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows at dim -from_right."""
+def spread(call: Call, x: Tensor, from_right: int, size: int, axis: BatchAxis) -> Tensor:
+    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows of `axis`, at dim -from_right."""
     source = call.source(x)
     assert source is not None
     B = call.batch_size
@@ -173,6 +187,6 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, adjacent: int) -> 
     copies = call.per_sample(x).reshape(B, *shape)
     # Size 1 at `dim` becomes the k rows of a sample.
     k = size // B
-    return BatchAxis(dim, adjacent).merge(
+    return replace(axis, dim=dim).merge(
         copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k
     )

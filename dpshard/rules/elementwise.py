@@ -44,23 +44,25 @@ def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tenso
 
 
 def _spread_all(call: Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    from_right, size, adjacent = _batch_position(call, (args, kwargs))
+    from_right, size, axis = _batch_position(call, (args, kwargs))
 
     def enter(x: Tensor) -> Tensor:
-        return x if call.source(x) is None else spread(call, x, from_right, size, adjacent)
+        return x if call.source(x) is None else spread(call, x, from_right, size, axis)
 
     return pytree.tree_map_only(Tensor, enter, (args, kwargs))
 
 
-def _batch_position(call: Call, tree: Any) -> tuple[int, int, int]:
-    """Return the batch dimension from the right, its size, and its adjacent rows."""
-    found: set[tuple[int, int, int]] = set()
+def _batch_position(call: Call, tree: Any) -> tuple[int, int, BatchAxis]:
+    """Return the batch dimension from the right, its size, and the order of its rows."""
+    found: set[tuple[int, int, BatchAxis]] = set()
     for x in pytree.tree_leaves(tree):
         if isinstance(x, Tensor) and call.source(x) is None:
             axis = call.axis(x)
             if axis is not None:
                 size = x.shape[axis.dim]
-                found.add((x.dim() - axis.dim, size, axis.adjacent if size > call.batch_size else 0))
+                axis.require_order(size // call.batch_size)
+                order = BatchAxis(0, axis.adjacent if size > call.batch_size else 0)
+                found.add((x.dim() - axis.dim, size, order))
     if len(found) != 1:
         raise call.refuse("its data inputs carry the samples of the micro-batch in different dimensions")
     return found.pop()
@@ -78,7 +80,7 @@ def expand(call: Call, x: Tensor, *sizes: Any, **kwargs: Any) -> Tensor:
     else:
         shape = list(sizes) if isinstance(first, int) else list(first)
     rows = shape[axis.dim]
-    copies = spread(call, x, len(shape) - axis.dim, rows, axis.adjacent)
+    copies = spread(call, x, len(shape) - axis.dim, rows, axis)
     shape[axis.dim] = -1
     return copies.expand(shape)
 
@@ -101,6 +103,6 @@ def repeat(call: Call, x: Tensor, *repeats: Any, **kwargs: Any) -> Tensor:
     copies = call.per_sample(x).reshape(B, *shape)
     if k > 1:
         copies = torch.cat([copies] * k, axis.dim + 1)
-    rows = BatchAxis(axis.dim, axis.adjacent).merge(copies.squeeze(axis.dim + 1) if k * each == 1 else copies, k * each)
+    rows = axis.merge(copies.squeeze(axis.dim + 1) if k * each == 1 else copies, k * each)
     times[axis.dim] = 1
     return rows.repeat(times)

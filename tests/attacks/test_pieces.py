@@ -8,9 +8,10 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
+from dpshard.errors import BatchLayoutError
 from tests.attacks.exact_steps import require_exact_steps
 from tests.attacks.oracle import ALLOWED, influence
-from tests.oracle import randn
+from tests.oracle import noise_free_engine, ramp_loss, randn
 
 D = 64
 
@@ -111,3 +112,31 @@ def test_one_long_sample_counts_as_one():
             optimizer.zero_grad()
 
     assert influence(build, loop, Recordings(), left_out=[11]) <= ALLOWED
+
+
+class Counted(Pieces):
+    """The size of pieces is an attribute; numbers within a power of two are one kind."""
+
+    size = 24
+
+    def forward(self, x):
+        return super().forward(x, self.size)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_more_pieces_than_were_probed_are_refused(verify, compiled):
+    """Rows in the order of single pieces would mix samples; one then counted 3.7 times."""
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    model = Counted().double()
+    if compiled:
+        model.encoder.compile(backend="aot_eager")
+    noise_free_engine(model, batch_size=6, steps=2, verify=verify)
+    x = randn(6, 24, D)
+    ramp_loss(model(x)).backward()
+    model.size = 17
+    with pytest.raises(BatchLayoutError, match=r"encoder\.[02]\.\w+: 2 rows of each sample .* there were 1"):
+        ramp_loss(model(x)).backward()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -48,8 +48,43 @@ class CallLayout:
 
     def in_order(self) -> CallLayout:
         """Return the layout for rows as if never routed."""
-        inputs = [axis and BatchAxis(axis.dim, axis.adjacent) for axis in self.inputs]
-        return CallLayout(inputs, self.output and BatchAxis(self.output.dim, self.output.adjacent), self.lost)
+        inputs = [axis and replace(axis, routed=False) for axis in self.inputs]
+        return CallLayout(inputs, self.output and replace(self.output, routed=False), self.lost)
+
+    @property
+    def axes(self) -> list[BatchAxis | None]:
+        """Axes of the inputs, and of the output."""
+        return [*self.inputs, self.output]
+
+    def with_axes(self, axes: list[BatchAxis | None]) -> CallLayout:
+        """Return the layout with other axes."""
+        *inputs, output = axes
+        return CallLayout(inputs, output, self.lost)
+
+    def joined(self, other: CallLayout) -> CallLayout | None:
+        """Return the layout of calls of both kinds; None if they contradict each other."""
+        pairs = [*zip(self.axes, other.axes, strict=False)]
+        same = len(self.inputs) == len(other.inputs) and self.lost == other.lost
+        if not same or not all(_agree(a, b) for a, b in pairs):
+            return None
+        # One row a sample has any order.
+        return self.with_axes([a if a is None or b is None or not a.most else _of_more(a, b) for a, b in pairs])
+
+
+def _agree(a: BatchAxis | None, b: BatchAxis | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.dim == b.dim and a.routed == b.routed and (_may_be(a, b) or _may_be(b, a))
+
+
+def _may_be(few: BatchAxis, more: BatchAxis) -> bool:
+    """Return True if the rows of `few` would lie as those of `more`."""
+    return few.most == 1 or few.adjacent == more.adjacent or (few.adjacent == 0 and few.most == more.adjacent)
+
+
+def _of_more(a: BatchAxis, b: BatchAxis) -> BatchAxis:
+    """Return the axis whose probe saw more rows of a sample."""
+    return a if not b.most or a.most >= b.most else b
 
 
 Layout = dict[CallKey, CallLayout]
@@ -67,6 +102,8 @@ def merge(into: Layout, found: Layout) -> None:
         known = into.setdefault(key, layout)
         if known != layout and key[0] == "rows":
             known.inputs[0] = None  # two kinds of tensors share this shape
+        elif known != layout and (joined := known.joined(layout)) is not None:
+            into[key] = joined
         elif known != layout:
             raise BatchLayoutError(
                 f"{describe(key)} is called with the samples of the micro-batch along different dimensions; call two "

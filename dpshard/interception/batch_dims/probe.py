@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -137,6 +137,7 @@ class _SecondRun(_Compared):
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
         self.doubts: dict[int, list[UndecidedDim]] = {}
+        self._most: dict[tuple[CallKey, int], int] = {}  # rows of a sample, by call and place
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._silent: int | None = 0  # see UndecidedDim.silent
         self.apart = False
@@ -227,6 +228,7 @@ class _SecondRun(_Compared):
         made = self.made.get(x)
         if made is None or made.axis is None:
             return None
+        self._saw(key, place, x.shape[made.axis.dim] // self.sizes[1])
         if made.flattened:
             doubt = UndecidedDim(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
             self.doubts.setdefault(made.position, []).append(doubt)
@@ -270,10 +272,21 @@ class _SecondRun(_Compared):
                 f"{second}. Samples of one micro-batch meet before the parameter is used, so no per-sample gradient "
                 f"exists."
             )
+        self._saw(key, place, old[dim] // first)
         if old[dim] != first:
             doubt = UndecidedDim(key, place, dim, x.detach().clone(), place, silent=self._silent)
             self.doubts.setdefault(position, []).append(doubt)
         return BatchAxis(dim)
+
+    def _saw(self, key: CallKey, place: int, k: int) -> None:
+        self._most[key, place] = max(k, self._most.get((key, place), 0))
+
+    def note_most(self, rows_per_unit: int) -> None:
+        """Note where no sample had more rows than a unit: values tell no order of more."""
+        for key, found in self.layout.items():
+            few = [self._most.get((key, place), 0) for place in range(len(found.axes))]
+            axes = [a and replace(a, most=k if k <= rows_per_unit else 0) for a, k in zip(found.axes, few, strict=True)]
+            self.layout[key] = found.with_axes(axes)
 
     def _without_gradient(self, func: Function, args: Any, kwargs: Any) -> int | None:
         if func not in (F.embedding, torch.embedding):
@@ -309,4 +322,5 @@ def find_layout(
         with valued:
             run(sizes[0])
         settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit, verified=verified)
+    second.note_most(rows_per_unit)
     return second.layout
