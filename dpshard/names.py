@@ -8,6 +8,9 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Set
+from itertools import chain
+from operator import attrgetter, is_
+from typing import Any
 
 from torch import nn
 
@@ -62,6 +65,41 @@ def parameters_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
                 seen.add(id(parameter))
                 found.append((f"{path}.{name}" if path else name, parameter))
     return found
+
+
+class KeptWalk:
+    """The modules and parameters of a model, as of the latest `renew`."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self.modules: list[nn.Module] = []
+        self.parameters: list[tuple[str, nn.Parameter]] = []
+        self._owners: list[dict[str, Any]] = []
+        self._facts: tuple[list[int], list[str]] | None = None
+        self._held: list[Any] = []
+
+    def renew(self) -> bool:
+        """Walk if a module or parameter was added, removed or replaced; return True then."""
+        held = self._look()
+        same = self._facts == self._now() and len(held) == len(self._held) and all(map(is_, held, self._held))
+        if not same:
+            self.modules = [module for _, module in modules_of(self._model)]
+            self.parameters = parameters_of(self._model)
+            self._owners = [*map(_MODULES, self.modules), *map(_PARAMETERS, self.modules)]
+            self._facts, self._held = self._now(), self._look()
+        return not same
+
+    def _now(self) -> tuple[list[int], list[str]]:
+        """Return the sizes and keys of what modules hold."""
+        return [*map(len, self._owners)], [*chain.from_iterable(self._owners)]
+
+    def _look(self) -> list[Any]:
+        """Return the modules and parameters, and the dicts that hold them, which FSDP may replace."""
+        own = map(_MODULES, self.modules), map(_PARAMETERS, self.modules)
+        return [*chain.from_iterable(own), *chain.from_iterable(map(dict.values, self._owners))]
+
+
+_MODULES, _PARAMETERS = attrgetter("_modules"), attrgetter("_parameters")
 
 
 def has_parameter_with_id(model: nn.Module, ids: Set[int]) -> bool:

@@ -21,7 +21,7 @@ from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.errors import ConfigurationError, UnsupportedParameterError
-from dpshard.names import WRAPPERS, canonical_name, is_compiled, modules_of, parameters_of
+from dpshard.names import WRAPPERS, KeptWalk, canonical_name, is_compiled
 from dpshard.records import WIDE
 
 if TYPE_CHECKING:
@@ -52,7 +52,8 @@ class Sharding(ABC):
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
         """Also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
-        self._checked: dict[str, nn.Parameter] = {}  # known ones
+        self._walk, self._outer_walk = KeptWalk(core), KeptWalk(outermost)
+        self._trained: list[bool] | None = None  # which of them were, when all were known
         self.anchored: Mapping[str, Tensor] = self.parameters
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """Tensors that plain autograd differentiates."""
@@ -144,8 +145,13 @@ class Sharding(ABC):
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
-        for name, parameter in parameters_of(self.core):
-            if not parameter.requires_grad or self._checked.get(name) is parameter:
+        changed, known = self._walk.renew(), self._trained
+        trained = [parameter.requires_grad for _, parameter in self._walk.parameters]
+        if not changed and trained == known:
+            return
+        self._trained = None
+        for name, parameter in self._walk.parameters:
+            if not parameter.requires_grad:
                 continue
             if not self._is_known(canonical_name(name), parameter):
                 raise UnsupportedParameterError(
@@ -153,7 +159,7 @@ class Sharding(ABC):
                     f"gradient would not be clipped. Unfreeze, add and load parameters before making the engine; or "
                     f"call engine.state_dict() and engine.detach(), and make a new engine."
                 )
-            self._checked[name] = parameter
+        self._trained = trained
 
     def _is_known(self, name: str, parameter: nn.Parameter) -> bool:
         return self.parameters.get(name) is parameter
@@ -173,7 +179,8 @@ class Sharding(ABC):
     def _hooked(self) -> bool:
         if module_calls._global_backward_hooks or module_calls._global_backward_pre_hooks:
             return True
-        return any(map(any, map(_BACKWARD_HOOKS, [module for _, module in modules_of(self.outermost)])))
+        self._outer_walk.renew()
+        return any(map(any, map(_BACKWARD_HOOKS, self._outer_walk.modules)))
 
     def _in_training(self) -> bool:
         return self.core.training or self.outermost.training
