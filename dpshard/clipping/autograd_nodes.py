@@ -61,13 +61,18 @@ def left_out_of_graphs(node: type[Node]) -> type[Node]:
 
 def _outside_graphs(function: Any) -> Any:
     setattr(function, "_torchdynamo_disable", True)  # noqa: B010 - as torch.compiler.disable, without its wrapper
+    return function if runs_as_python(function) else torch.compiler.disable(function)
+
+
+def runs_as_python(function: Any) -> bool:
+    """Let dynamo compile a function, and what it calls, only as a part of others; return True if this torch can."""
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
-        skip = frames._FrameAction.SKIP  # also for what it calls
+        skip = frames._FrameAction.SKIP
         frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     except (AttributeError, TypeError):  # another torch has other private names
-        return torch.compiler.disable(function)
-    return function
+        return False
+    return True
 
 
 def _applied(node: type[torch.autograd.Function]) -> Any:

@@ -22,6 +22,8 @@ class Use:
     """True if the slot's template holds per-sample copies of its source."""
     termwise: bool = False
     """True if its records are terms; see [Note: Norms of parts]."""
+    call: str = ""
+    """In a compiled region, the function and its batch axes."""
 
     def records(self, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
         """Return the records of arrived tensors, with their sources."""

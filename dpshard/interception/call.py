@@ -18,7 +18,7 @@ from dpshard.interception.slots import Slots
 from dpshard.records import PerSampleGrad, Record
 from dpshard.rules.call import BatchAxis, Build, Planned, Source, records_of
 from dpshard.rules.routed import at_samples, without_rows
-from dpshard.rules.torch_functions import Function
+from dpshard.rules.torch_functions import Function, function_name
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
@@ -78,7 +78,8 @@ class InterceptedCall:
         """See Call."""
         if type(output) is not Tensor and is_placed(output):
             return self._placed_tap(output, keep, sources, build)
-        use = Use(tuple(sources), build if self.samples is None else self._at_samples(sources, build, self.samples))
+        build = build if self.samples is None else self._at_samples(sources, build, self.samples)
+        use = Use(tuple(sources), build, call=self._described() if self.slots.compiled else "")
         return self.slots.tap(use, output, keep)
 
     def tap_without_rows(self, output: Tensor) -> Tensor:
@@ -107,9 +108,13 @@ class InterceptedCall:
                 "ranks. Take nn.RMSNorm instead of one by hand, and leave a bare parameter out of the plan",
                 advise=False,
             )
-        use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True)
+        described = self._described() if self.slots.compiled else ""
+        use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True, call=described)
         (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self._recorded, *x.shape))
         return copies if self.samples is None else copies[self.samples]
+
+    def _described(self) -> str:
+        return f"{function_name(self.func)} {self.layout.described}"
 
     def _at_samples(self, sources: Any, build: Build, sample_N: Tensor) -> Build:
         B = self._recorded

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -213,15 +214,20 @@ def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
 
 
 def _constant(x: Any, depth: int = 0) -> Any:
-    """Return the values, shapes of tensors, and contents of objects."""
+    """Return the values, shapes of tensors, contents of objects, and code of functions."""
     if isinstance(x, np.generic):
         x = x.item()
     if isinstance(x, (*PLAIN, Enum)):
         return type(x), x
     if isinstance(x, Tensor):
         return x.shape, x.dtype
-    opaque = isinstance(x, nn.Module) or callable(x) or is_foreign(type(x).__module__)
-    held = contents_of(x) if isinstance(x, dict | list | tuple) or not opaque else None
+    if isinstance(x, (nn.Module, BuiltinFunctionType)):
+        return x
+    if isinstance(x, MethodType):
+        return _constant(x.__func__, depth + 1), _constant(x.__self__, depth + 1)
+    known = (dict, list, tuple, FunctionType, functools.partial)
+    held = contents_of(x) if isinstance(x, known) or not is_foreign(type(x).__module__) else None
+    kind = x.__code__ if isinstance(x, FunctionType) else type(x)
     if depth == _DEEPEST or held is None or len(held) > _MOST_HELD:
-        return type(x)
-    return type(x), tuple([(str(name), _constant(item, depth + 1)) for name, item in held.items()])
+        return kind
+    return kind, tuple([(str(name), _constant(item, depth + 1)) for name, item in held.items()])

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils.checkpoint import checkpoint
 
+from dpshard.clipping.autograd_nodes import runs_as_python
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
 from dpshard.interception.call import InterceptedCall, Refusal
@@ -309,3 +310,6 @@ class InterceptionMode(TorchFunctionMode):
             return None
         rows = BatchAxis(0, routed=True)
         return CallLayout([None if x in self.sources else rows for x in tensors], rows)
+
+
+runs_as_python(InterceptionMode.__torch_function__)  # after a graph break, dynamo would compile it alone, and fail

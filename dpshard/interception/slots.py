@@ -113,9 +113,9 @@ class PreallocatedSlots(Slots):
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
         """Return the next slot, if made for this use."""
-        labels, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
+        facts, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
         self._taken += 1
-        if labels != [source.label for source in use.sources]:
+        if facts != [use.call, *[source.label for source in use.sources]]:
             raise UnsupportedParameterError(ANOTHER_COURSE)
         return tuple(tensors)
 
@@ -125,8 +125,8 @@ _PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
 
 
 def slot_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
-    """Return labels by use; dimension and uses by row: one string, because dynamo takes no tuple for a constant."""
-    labels = _USES.join(_ITEMS.join(source.label for source in use.sources) for use, _ in asked)
+    """Return call and labels by use; dimension and uses by row. One string, as dynamo takes no tuple for a constant."""
+    labels = _USES.join(_ITEMS.join([use.call, *[source.label for source in use.sources]]) for use, _ in asked)
     places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))
     return labels + _PARTS + places
 
@@ -148,6 +148,7 @@ def _cut(facts: str, made: Sequence[Sequence[Tensor]]) -> list[tuple[list[str], 
 
 
 ANOTHER_COURSE = (
-    "A compiled region uses other parameters than before with the same inputs: a global that selects its path has "
-    "changed. Make it an argument of the call (a bool or a str), or compile only the parts that do not depend on it."
+    "A compiled region uses other parameters than before, or the same ones in another order, with the same inputs: a "
+    "global that selects its path has changed. Make it an argument of the call (a bool or a str), or compile only the "
+    "parts that do not depend on it."
 )

@@ -40,11 +40,14 @@ class CallLayout:
     routed: bool = field(init=False, compare=False)
     data_dependent: bool = field(init=False, compare=False)
     """True if the data picks rows of an argument."""
+    described: str = field(init=False, compare=False)
+    """Dimensions and orders of rows."""
 
     def __post_init__(self) -> None:
         self.derives = self.output is None and not any(self.inputs) and not self.lost
         self.routed = any(axis is not None and axis.routed for axis in self.inputs)
         self.data_dependent = self.routed or self.lost
+        self.described = " ".join("" if axis is None else f"{axis.dim}/{axis.adjacent}" for axis in self.axes)
 
     def in_order(self) -> CallLayout:
         """Return the layout for rows as if never routed."""
