@@ -80,14 +80,17 @@ class KeptWalk:
 
     def renew(self) -> bool:
         """Walk if a module or parameter was added, removed or replaced; return True then."""
-        held = self._look()
-        same = self._facts == self._now() and len(held) == len(self._held) and all(map(is_, held, self._held))
-        if not same:
-            self.modules = [module for _, module in modules_of(self._model)]
-            self.parameters = parameters_of(self._model)
-            self._owners = [*map(_MODULES, self.modules), *map(_PARAMETERS, self.modules)]
+        if self._facts is not None and self._facts == self._now():
+            held = self._look()
+            if len(held) == len(self._held) and all(map(is_, held, self._held)):
+                return False
+        self.modules = [module for _, module in modules_of(self._model)]
+        self.parameters = parameters_of(self._model)
+        self._owners = [*map(_MODULES, self.modules), *map(_PARAMETERS, self.modules)]
+        self._facts = None
+        if all(isinstance(owner, dict) for owner in self._owners):  # not of scripted modules
             self._facts, self._held = self._now(), self._look()
-        return not same
+        return True
 
     def _now(self) -> tuple[list[int], list[str]]:
         """Return the sizes and keys of what modules hold."""

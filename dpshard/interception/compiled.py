@@ -210,7 +210,7 @@ def _nothing(_: Any) -> Any: ...
 
 
 def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
-    return (x.shape, x.dtype, sources[x].label if x in sources else None)
+    return (x.shape, x.dtype, x.is_contiguous(), sources[x].label if x in sources else None)
 
 
 def _constant(x: Any, depth: int = 0) -> Any:

@@ -103,10 +103,10 @@ def kind_of_run(run: Run) -> Any:
 
 
 def sizes_of_run(run: Run) -> Any:
-    """Return the sizes of the inputs besides the samples."""
+    """Return the sizes of the inputs besides the samples, and which are contiguous."""
     return tuple(
         [
-            tuple([n for place, n in enumerate(x.shape) if place != d])
+            (x.is_contiguous(), *[n for place, n in enumerate(x.shape) if place != d])
             for x, d in zip(run.leaves, run.dims, strict=True)
             if isinstance(x, Tensor)
         ]

@@ -3,7 +3,8 @@
 [Note: Layouts by size]
 Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece,
 both look alike. So every size of the inputs, and integer among them, has a probe of its own. Ranks may have other
-lengths. So where they must probe equally often, the first size serves all.
+lengths. So where they must probe equally often, the first size serves all. Each number of samples is probed once, too:
+it may choose another course.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ class Layouts:
         self._of_kind: dict[Any, list[Layout]] = {}
         self._integers: dict[Any, set[tuple[int, ...]]] = {}  # inputs by kind
         self._plans: dict[Any, Plans] = {}
+        self._probed_whole: set[Any] = set()  # kinds of inputs, with numbers of samples
         self.rehearsals_of_packed: dict[Any, Any] = {}
         """See Plans.rehearsals; packed rows have no layout."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
@@ -160,10 +162,14 @@ class Layouts:
                 output = state.guarded(functools.partial(run.first, n, rows))
                 outputs[n] = [x.shape for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
 
+            whole = self._whole(run, unshards=unshards)
+
             def found(rows: int) -> Layout:
                 layout = compared(rows)
+                if whole is not None:
+                    self._probed_whole.add((kind_of_run(run), whole))
                 if self._sharding.passes_rows:
-                    _require_rows_first(*outputs.values())
+                    _require_rows_first(outputs[2], outputs[3])
                 return layout
 
             def compared(rows: int) -> Layout:
@@ -171,6 +177,7 @@ class Layouts:
                     functools.partial(first, rows=rows),
                     self._parameters.trainable,
                     rows_per_unit=run.rows_per_unit,
+                    whole=whole,
                     verified=self._tells_order(run),
                     exchange=self._parameters.exchange,
                 )
@@ -183,6 +190,11 @@ class Layouts:
                 return found(run.rows)
             except BatchLayoutError:
                 return found(alike)
+
+    def _whole(self, run: Run, *, unshards: bool) -> int | None:
+        """Return a number of samples to probe beside 2 and 3, once for each number and kind of inputs."""
+        n = max(run.batch_size, 4) if unshards else run.batch_size
+        return None if n <= 3 or (kind_of_run(run), n) in self._probed_whole else n
 
     def _tells_order(self, run: Run) -> bool:
         """Return True if verification compares orders of equal rows, or they do not matter.

@@ -83,13 +83,26 @@ class Run:
             return leaf
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
-        return picked.clone()  # modes see a new tensor
+            if not leaf.is_contiguous():  # forward may ask
+                picked = _laid_out_as(leaf, picked)
+        return picked if not leaf.is_contiguous() else picked.clone()  # modes see a new tensor
 
     def _joined(self, x: Any, dim: int | None) -> Any:
         if dim is None or self.rows_per_unit == 1:
             return x
         with torch._C.DisableTorchFunction():
             return x.flatten(dim, dim + 1)
+
+
+def _laid_out_as(x: Tensor, picked: Tensor) -> Tensor:
+    """Return `picked` with its dimensions in memory in the order of those of `x`, and not contiguous."""
+    order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
+    dense = picked.permute(order).contiguous()
+    back = [order.index(d) for d in range(x.dim())]
+    if not dense.permute(back).is_contiguous():
+        return dense.permute(back)
+    gapped = dense.new_empty((*dense.shape[:-1], dense.shape[-1] + 1))[..., :-1]
+    return gapped.copy_(dense).permute(back)
 
 
 def by_unit(x: Any, dim: int | None, rows_per_unit: int) -> Any:

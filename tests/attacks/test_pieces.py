@@ -47,6 +47,26 @@ class TimesFirst(Pieces):
         return self.encoder(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (T, B)).transpose(0, 1)
 
 
+class BySamples(Pieces):
+    """The number of samples decides the order of rows."""
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        if B <= 4:
+            return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
+        return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
+
+
+class ByStrides(BySamples):
+    """So does whether the input is contiguous."""
+
+    def forward(self, x):
+        B, T, _ = x.shape
+        if x.is_contiguous():
+            return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
+        return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
+
+
 class Tiles(nn.Module):
     def __init__(self):
         super().__init__()
@@ -57,11 +77,28 @@ class Tiles(nn.Module):
         return self.encoder(rows).view(-1, len(x), 4).sin().sum(0)
 
 
+def same(x):
+    return x
+
+
+def transposed(x):
+    return x.transpose(0, 1).contiguous().transpose(0, 1)
+
+
+def gapped(x):
+    return torch.cat([x, x], 2)[..., :D]
+
+
+def expanded(x):
+    return x[:, :1].expand(-1, 5, -1)
+
+
 CASES = {
     "pieces": (Pieces, [(randn(6, T, D), ()) for T in (8, 8, 8, 32, 16, 8, 64)]),
     "order by length": (Flattened, [(randn(6, T, D), ()) for T in (6, 6, 6, 12, 6, 24)]),
     "one row": (TimesFirst, [(randn(6, T, D), ()) for T in (1, 1, 1, 4, 1, 6)]),
     "tiles": (Tiles, [(randn(6, *size), ()) for size in ((8, 8), (8, 8), (8, 8), (32, 8), (8, 16), (32, 32))]),
+    "strides": (ByStrides, [(x(randn(6, 5, D)), ()) for x in (same, transposed, same, gapped, expanded)]),
     "number": (Pieces, [(randn(6, 24, D), (size,)) for size in (24, 24, 24, 16, 24, 17, 18)]),
 }
 
@@ -140,3 +177,20 @@ def test_more_pieces_than_were_probed_are_refused(verify, compiled):
     model.size = 17
     with pytest.raises(BatchLayoutError, match=r"encoder\.[02]\.\w+: 2 rows of each sample .* there were 1"):
         ramp_loss(model(x)).backward()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_an_order_by_the_number_of_samples_is_refused(verify, compiled):
+    """Probes of 2 and 3 samples took the other branch, and a sample counted 3.6 times."""
+    torch._dynamo.reset()
+    model = BySamples()
+    if compiled:
+        model.compile(backend="aot_eager")
+    noise_free_engine(model, batch_size=6, steps=2, verify=verify)
+    for _ in range(2):  # a script may catch the first error
+        with pytest.raises(BatchLayoutError, match="different functions on 6 samples than on 2"):
+            model(torch.randn(6, 4, D))
+    model(torch.randn(4, 4, D))

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from dpshard import DpshardError, PrivacyEngine
-from dpshard.errors import UnsupportedParameterError, VerificationError
+from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -22,7 +22,7 @@ pytestmark = [
 ]
 
 B, T, D, V = 16, 6, 4, 11
-REFUSED = (VerificationError, UnsupportedParameterError)
+REFUSED = (VerificationError, UnsupportedParameterError, BatchLayoutError)
 
 
 @pytest.fixture(autouse=True)

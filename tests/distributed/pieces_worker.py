@@ -34,7 +34,14 @@ def model() -> Pieces:
 def outcome(case: str) -> tuple[str, list[float]]:
     private, (short, long) = model(), inputs()
     fully_shard(private)
-    facts = {"batch_size": SAMPLES, "sample_size": 100, "steps": 2, "noise_multiplier": 0, "max_grad_norm": R, "clipping_fn": "abadi"}
+    facts = {
+        "batch_size": SAMPLES,
+        "sample_size": 100,
+        "steps": 2,
+        "noise_multiplier": 0,
+        "max_grad_norm": R,
+        "clipping_fn": "abadi",
+    }
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         engine = PrivacyEngine(private, **facts)

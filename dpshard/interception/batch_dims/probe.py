@@ -132,8 +132,11 @@ class _SecondRun(_Compared):
         sizes: tuple[int, int],
         sources: dict[Tensor, Source],
         exchange: Exchange | None,
+        *,
+        keeps_values: bool = True,
     ) -> None:
         super().__init__()
+        self._keeps_values = keeps_values
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
         self.doubts: dict[int, list[UndecidedDim]] = {}
@@ -205,7 +208,7 @@ class _SecondRun(_Compared):
             return False
         holds = made.axis is not None and made.axis.dim == dim and not (dim and made.flattened)
         merge(self.layout, {rows_key(x, dim): CallLayout([BatchAxis(dim) if holds else None], None)})
-        if read and holds and made.flattened:
+        if read and holds and made.flattened and self._keeps_values:
             doubt = UndecidedDim(ROWS, 0, 0, x.detach().clone(), made.seen_at, rows_key(x, dim))
             self.doubts.setdefault(made.position, []).append(doubt)
         return holds
@@ -229,7 +232,7 @@ class _SecondRun(_Compared):
         if made is None or made.axis is None:
             return None
         self._saw(key, place, x.shape[made.axis.dim] // self.sizes[1])
-        if made.flattened:
+        if made.flattened and self._keeps_values:
             doubt = UndecidedDim(key, place, made.axis.dim, value, made.seen_at, silent=self._silent)
             self.doubts.setdefault(made.position, []).append(doubt)
         return made.axis
@@ -273,13 +276,24 @@ class _SecondRun(_Compared):
                 f"exists."
             )
         self._saw(key, place, old[dim] // first)
-        if old[dim] != first:
+        if old[dim] != first and self._keeps_values:
             doubt = UndecidedDim(key, place, dim, x.detach().clone(), place, silent=self._silent)
             self.doubts.setdefault(position, []).append(doubt)
         return BatchAxis(dim)
 
     def _saw(self, key: CallKey, place: int, k: int) -> None:
         self._most[key, place] = max(k, self._most.get((key, place), 0))
+
+    def keep_orders_of(self, layout: Layout) -> None:
+        """Take the orders of rows from another run, because values of so many samples are not kept."""
+        for key, found in self.layout.items():
+            known = layout.get(key)
+            if known is not None and len(known.axes) == len(found.axes):
+                pairs = zip(found.axes, known.axes, strict=True)
+                axes = [replace(a, adjacent=b.adjacent, most=b.most) if a and b else a for a, b in pairs]
+            else:
+                axes = [a and replace(a, most=1) for a in found.axes]
+            self.layout[key] = found.with_axes(axes)
 
     def note_most(self, rows_per_unit: int) -> None:
         """Note where no sample had more rows than a unit: values tell no order of more."""
@@ -303,11 +317,14 @@ def find_layout(
     sources: Callable[[], dict[Tensor, Source]],
     sizes: tuple[int, int] = (2, 3),
     *,
+    whole: int | None = None,
     rows_per_unit: int = 1,
     verified: bool = True,
     exchange: Exchange | None = None,
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
+
+    `whole`: also run on so many samples, which may choose another course.
 
     Raises BatchLayoutError where samples meet, or where the model's course depends on the batch size.
     """
@@ -323,4 +340,10 @@ def find_layout(
             run(sizes[0])
         settle(second.layout, second.doubts, valued.values, sizes, rows_per_unit, verified=verified)
     second.note_most(rows_per_unit)
+    if whole is not None:
+        other = _SecondRun(first.calls, (sizes[0], whole), sources(), exchange, keeps_values=False)
+        with other:
+            run(whole)
+        other.keep_orders_of(second.layout)
+        merge(second.layout, other.layout)
     return second.layout
