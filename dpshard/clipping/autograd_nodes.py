@@ -65,7 +65,7 @@ def _outside_graphs(function: Any) -> Any:
 
 
 def runs_as_python(function: Any) -> bool:
-    """Let dynamo compile a function, and what it calls, only as a part of others; return True if this torch can."""
+    """Let dynamo compile a function only as a part of others; return True if this torch can."""
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
         skip = frames._FrameAction.SKIP

@@ -23,10 +23,10 @@ class BatchAxis:
     routed: bool = False
     """True if the data decides the order of rows; each counts as a sample."""
     most: int = 0
-    """The largest k that probes saw, if too small to tell the order of more rows; 0 if they saw more."""
+    """The largest k in probes, if values of so few rows tell no order; otherwise 0."""
 
     def require_order(self, k: int) -> None:
-        """Raise BatchLayoutError if the order of k rows a sample is unknown."""
+        """Raise BatchLayoutError unless the order of k rows of a sample is known."""
         if 0 < self.most < k:
             raise BatchLayoutError(
                 f"{k} rows of each sample meet a parameter at once (flattened, or pieces that were joined). When their "
@@ -176,7 +176,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, axis: BatchAxis) -> Tensor:
-    """Return source `x`, one copy per sample, to broadcast with `size` = B * k rows of `axis`, at dim -from_right."""
+    """Return source `x`, one copy per sample, for `size` = B * k rows of `axis` at dim -from_right."""
     source = call.source(x)
     assert source is not None
     B = call.batch_size
