@@ -300,9 +300,10 @@ class PrivacyEngine:
         batches. A step beyond the budget raises BudgetExceededError, or warns with on_budget="continue". DataLoader
         defines the other arguments.
 
-        Raises DataError for a data set that is empty, not map-style, or not of `sample_size`. With
-        sampling="fixed-order", `dataset` may be an IterableDataset, whole on every rank. Each epoch yields the same
-        `sample_size` different samples in one order. num_workers is then at most 1.
+        All ranks begin together, with the same whole data set in one order; DataError if known rows differ. Raises
+        DataError for a data set that is empty, not map-style, or not of `sample_size`. With sampling="fixed-order",
+        `dataset` may be an IterableDataset. Each epoch yields the same `sample_size` different samples in one order.
+        num_workers is then at most 1.
         """
         K = self.mechanism.rows_per_unit
         require_feed(micro_batch_size, steps, pad=pad, rows_per_unit=K)

@@ -96,28 +96,28 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, "dpshard-checkpoint")
         self._pending: Future[None] | None = None
         self._journal = Journal(Path(folder) / "releases.journal")
-        self._found = self._ranks.on_first(self._explained(lambda: len(self._journal)))  # of earlier starts
+        self._found = self._ranks.on_first(self._explained(lambda: self._journal.mark().entries))  # of earlier starts
         engine.internals.note_releases(ReleaseNotes(self._journal).note)
 
     def save(self, *, wait: bool = True) -> Path:
         """Save the state between two steps; return the path of the (future) checkpoint.
 
         With `wait=False`, copy now and write while the training continues; the next call raises its errors. Raises
-        CheckpointError if it cannot be written.
+        CheckpointError if it cannot be written, or another process trains in the folder.
         """
         self.wait()
-        step, noted = self._engine.step, self._journal.mark()
+        step = self._engine.step
         state: storage.State = {
             "engine": storage.pack(json.dumps(self._engine.state_dict())),
             "others": self._states_of_others(),
             **_named(self._state.snapshot()),
         }
 
-        def begin() -> Path:
+        def begin() -> tuple[Mark, Path]:
             self._journal.create()
-            return self._folder.begin(step)
+            return self._journal.mark(), self._folder.begin(step)
 
-        partial = self._ranks.on_first(self._explained(begin))
+        noted, partial = self._ranks.on_first(self._explained(begin))
         if wait:
             storage.write(state, partial, self._ranks)
             self._publish(step, noted, partial)

@@ -8,6 +8,8 @@ numbers.
 
 Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
 release.
+
+On several ranks an index must name one sample. So all ranks must have one digest, or none of them any.
 """
 
 from __future__ import annotations
@@ -18,15 +20,17 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, IterableDataset, Subset, TensorDataset
 
 from dpshard.backends import Backend
 from dpshard.config import SamplingName
 from dpshard.errors import DataError
 from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
+from dpshard.sampling.units import KeyedUnits
 
 ROWS = 64
+UNKNOWN = "00" * 32
 
 
 class FactsOfRun:
@@ -77,8 +81,12 @@ class FactsOfRun:
     def begin_batches(
         self, dataset: Any, micro_batch_size: int | None, secret: bytes, step: int, *, released: bool
     ) -> None:
-        """Set the facts of the batches. Raises DataError for other rows after a release, where their order matters."""
+        """Set the facts of the batches; all ranks call it.
+
+        Raises DataError on all ranks: if their rows differ, or for other rows after a release where order matters.
+        """
         data = of_rows(dataset, secret)
+        self._require_on_all_ranks(data)
         if data is not None:
             if self._sampling != "poisson" and released and self._data not in (None, (secret, data)):
                 raise DataError(
@@ -90,6 +98,23 @@ class FactsOfRun:
             self._data = secret, data
         self._of_batches = {"micro_batch_size": micro_batch_size or "all"}
         self._compare(step)
+
+    def _require_on_all_ranks(self, data: str | None) -> None:
+        ranks = self._backend.communicator
+        if ranks.world_size == 1:
+            return
+        own = torch.tensor(list(bytes.fromhex(data or UNKNOWN)), dtype=torch.uint8, device="cpu")
+        seen = {bytes(row).hex() for row in ranks.all_gather(own).tolist()}
+        if self._backend.stages is not None:
+            seen.discard(UNKNOWN)  # a stage between the first and the last needs no rows
+        if len(seen) > 1:
+            raise DataError(
+                "Ranks passed different data sets to engine.batches(...), or the same samples in different orders. An "
+                "index then names another sample on each rank, and one sample could take part on two ranks at once. "
+                "Pass the whole data set on every rank, in one order: the engine gives each rank its share. Seed a "
+                "random split or shuffle alike on every rank: random_split(data, sizes, "
+                "generator=torch.Generator().manual_seed(0))."
+            )
 
     def _compare(self, step: int) -> None:
         changed = list(_differences(self._saved, self.state_dict()))
@@ -113,22 +138,39 @@ def _described(device: torch.device) -> str:
 
 
 def of_rows(dataset: Any, secret: bytes) -> str | None:
-    """Return a keyed digest of some rows in memory, or of a Subset's indices."""
-    if isinstance(dataset, IterableDataset):
+    """Return a keyed digest of some rows in memory, or of their indices; None if neither is known.
+
+    Units and concatenated data sets have the digests of what they read.
+    """
+    if isinstance(dataset, IterableDataset) or not len(dataset):
         return None
-    words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
-    chosen = sorted({int(word) % len(dataset) for word in words})
-    chooses = type(dataset) is Subset
-    while type(dataset) is Subset:
-        chosen, dataset = [int(dataset.indices[i]) for i in chosen], dataset.dataset
     digest = hmac.new(derive_key(secret, "facts", "data"), digestmod="sha256")
-    if type(dataset) is not TensorDataset:
-        digest.update(f"indices {chosen}".encode())
-        return digest.hexdigest() if chooses else None
-    for tensor in dataset.tensors:
+    if isinstance(dataset, ConcatDataset | KeyedUnits):
+        inner = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]
+        parts = [of_rows(part, secret) for part in inner]
+        digest.update(f"parts {parts}".encode())
+        return digest.hexdigest() if any(parts) else None
+    words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
+    rows, source = sorted({int(word) % len(dataset) for word in words}), dataset
+    while (chosen := _chosen(source, rows)) is not None:
+        rows, source = chosen
+    if type(source) is not TensorDataset:
+        digest.update(f"indices {rows}".encode())
+        return None if source is dataset else digest.hexdigest()
+    for tensor in source.tensors:
         digest.update(f"{tensor.dtype} {list(tensor.shape[1:])}".encode())
-        digest.update(tensor[chosen].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        digest.update(tensor[rows].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def _chosen(dataset: Any, rows: list[int]) -> tuple[list[int], Any] | None:
+    """Return which rows these are of another data set, and that one if known; None without indices."""
+    if type(dataset) is Subset:
+        return [int(dataset.indices[i]) for i in rows], dataset.dataset
+    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset._indices is not None:
+        # Hugging Face's fingerprint would differ with times of files.
+        return dataset._indices.column(0).take(rows).to_pylist(), None
+    return None
 
 
 def _differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:

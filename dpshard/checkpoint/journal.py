@@ -4,6 +4,9 @@ A crash forgets the releases after the last checkpoint, which may have been seen
 ([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts all
 entries after its checkpoint; repeating one costs nothing more. The release of a truncated entry was not handed out.
 The file is there before the first checkpoint, so a missing one was lost.
+
+A checkpoint covers all entries before it. So a process writes and saves only if it found, loaded or wrote them all. An
+entry equal to its own last one is harmless: the same release, noted twice.
 """
 
 from __future__ import annotations
@@ -48,14 +51,16 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._descriptor: int | None = None
+        self._known: int | None = None  # entries found, loaded or written by this process
+        self._last = b""  # own entry
         self._thread = ThreadPoolExecutor(1, "dpshard-journal")
 
     def __len__(self) -> int:
         return self.path.stat().st_size // _LENGTH if self.path.exists() else 0
 
     def mark(self) -> Mark:
-        """Return the end of the journal."""
-        entries = len(self)
+        """Return the end of the journal. Raises CheckpointError if another process has written to it."""
+        entries = self._require_own()
         if not entries:
             return Mark(0, "")
         with self.path.open("rb") as file:
@@ -72,18 +77,26 @@ class Journal:
             flush(self.path.parent)
 
     def note(self, step: int, identity: bytes) -> Future[None]:
-        """Append a release; the future is done when it is on the disk. Both may raise OSError."""
+        """Append a release; the future is done when it is on the disk. Both may raise OSError.
+
+        Raises CheckpointError if another process has written to the journal.
+        """
         if self._descriptor is None:
             self._descriptor = self._open()
         self._require_kept(self._descriptor)
-        _write(self._descriptor, _entry(step, identity))
+        entry = _entry(step, identity)
+        known = self._require_own(entry)
+        _write(self._descriptor, entry)
+        self._known, self._last = known + 1, entry
         return self._thread.submit(os.fsync, self._descriptor)
 
     def since(self, mark: Mark) -> list[Release] | None:
-        """Return the entries after `mark`; None if missing, damaged, or of another journal."""
-        if not self.path.exists():
+        """Return the entries after `mark`, and know them; None if missing, damaged, or of another journal."""
+        found = self.path.exists()
+        start, content = mark.entries, self.path.read_bytes() if found else b""
+        self._known = len(content) // _LENGTH
+        if not found:
             return None
-        start, content = mark.entries, self.path.read_bytes()
         entries = [content[at : at + _LENGTH] for at in range(start * _LENGTH, len(content) - _LENGTH + 1, _LENGTH)]
         if len(content) < start * _LENGTH or any(x[_ENTRY.size :] != _digest(x[: _ENTRY.size]) for x in entries):
             return None
@@ -96,6 +109,22 @@ class Journal:
         descriptor = os.open(self.path, os.O_WRONLY | os.O_APPEND)
         os.ftruncate(descriptor, len(self) * _LENGTH)  # removes a truncated entry
         return descriptor
+
+    def _require_own(self, entry: bytes = b"") -> int:
+        """Raise CheckpointError unless each new entry is `entry` or this process's last; return the number of all."""
+        entries = len(self)
+        if self._known is not None and entries > self._known:
+            with self.path.open("rb") as file:
+                file.seek(self._known * _LENGTH)
+                new = [file.read(_LENGTH) for _ in range(entries - self._known)]
+            if not {entry, self._last}.issuperset(new):
+                raise CheckpointError(
+                    f"Another process (or engine) trains in {self.path.parent}. It wrote {len(new)} releases to "
+                    f"{self.path.name}, which this one would not count. End the other job, then start this one anew: "
+                    f"load() counts the releases of both. Two runs need two folders."
+                )
+        self._known = entries
+        return entries
 
     def _require_kept(self, descriptor: int) -> None:
         try:

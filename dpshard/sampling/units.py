@@ -41,6 +41,8 @@ class KeyedUnits(Dataset):
     """Units of `rows_per_unit` rows, which a key draws again in every step."""
 
     rows_per_unit: int
+    dataset: Any
+    """What their rows are read from."""
 
     def draw(self, index: int, key: bytes) -> UnitRows:
         """Return the rows of unit `index` that `key` draws; they depend on that unit only."""
@@ -143,13 +145,13 @@ def augment(dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -
 
 class _Augmented(KeyedUnits):
     def __init__(self, dataset: Any, transform: Callable[[Any], Any], rows_per_unit: int) -> None:
-        self._dataset, self._transform, self.rows_per_unit = dataset, transform, rows_per_unit
+        self.dataset, self._transform, self.rows_per_unit = dataset, transform, rows_per_unit
 
     def __len__(self) -> int:
-        return len(self._dataset)
+        return len(self.dataset)
 
     def draw(self, index: int, key: bytes) -> UnitRows:
-        item, rows = self._dataset[index], []
+        item, rows = self.dataset[index], []
         for row in range(self.rows_per_unit):
             with _seeded(derive_key(key, "augmentation", index, row)):
                 rows.append(self._transform(copy.deepcopy(item)))

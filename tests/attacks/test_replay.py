@@ -10,6 +10,7 @@ import math
 import re
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -17,14 +18,14 @@ import torch
 import torch.nn.functional as F
 from scipy import stats
 from torch import nn
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import ConcatDataset, Dataset, Subset, TensorDataset
 
-from dpshard import Checkpointer, PrivacyEngine, QuantileTracking
+from dpshard import Checkpointer, PrivacyEngine, QuantileTracking, UnitDataset, augment
 from dpshard.accounting import Release, compute_epsilon
-from dpshard.checkpoint.facts import of_rows
+from dpshard.checkpoint.facts import FactsOfRun, of_rows
 from dpshard.checkpoint.journal import Journal
 from dpshard.config import BatchSchedule
-from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
+from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError, DataError
 from dpshard.sampling import PoissonSampler
 from tests.checkpoint.test_resume import WENT_BACK
 
@@ -331,6 +332,49 @@ def test_data_of_other_kinds_are_not_read():
     assert of_rows(part, bytes(32)) == of_rows(DATA, bytes(32)) != of_rows(DATA, bytes([1]) * 32)
 
 
+def _hugging_face(order):
+    datasets = pytest.importorskip("datasets")
+    return datasets.Dataset.from_dict({"x": list(range(SAMPLES))}).select(order)
+
+
+WRAPPED = {
+    "units": lambda order: UnitDataset(Subset(DATA, order), list(range(SAMPLES)), rows_per_unit=1),
+    "augmented": lambda order: augment(Subset(DATA, order), lambda item: item, rows_per_unit=2),
+    "concatenated": lambda order: ConcatDataset([Subset(range(SAMPLES), order), range(9)]),
+    "Hugging Face": _hugging_face,
+    "subset of Hugging Face": lambda order: Subset(_hugging_face(order), range(5)),
+}
+
+
+@pytest.mark.parametrize("wrapped", WRAPPED.values(), ids=WRAPPED)
+def test_another_order_is_seen_through_wrappers(wrapped):
+    one, other = ([(i * step) % SAMPLES for i in range(SAMPLES)] for step in (7, 13))
+    assert of_rows(wrapped(one), SECRET) == of_rows(wrapped(one), SECRET)
+    assert None is not of_rows(wrapped(one), SECRET) != of_rows(wrapped(other), SECRET)
+
+
+@pytest.mark.parametrize("stages", [None, "some"])
+def test_only_stages_may_pass_data_of_which_nothing_is_known_beside_rows(stages):
+    class Other:
+        world_size = 2
+
+        def all_gather(self, own):
+            return torch.stack([own, torch.tensor(list(bytes.fromhex(of_rows(DATA, SECRET))))])
+
+    backend = SimpleNamespace(communicator=Other(), data_ranks=Other(), stages=stages)
+    backend.layout, backend.sharding = "", SimpleNamespace(device=torch.device("cpu"))
+
+    def begin(data):
+        FactsOfRun(backend, "auto").begin_batches(data, 1, SECRET, 0, released=False)  # type: ignore[arg-type]
+
+    begin(DATA)
+    for data in (TensorDataset(-X, Y), *([] if stages else [range(SAMPLES)])):
+        with pytest.raises(DataError, match="Ranks passed different data sets"):
+            begin(data)
+    if stages:
+        begin(range(SAMPLES))
+
+
 # --- a journal ------------------------------------------------------------------------------------------------------
 
 
@@ -426,6 +470,36 @@ def test_a_run_stops_if_its_journal_is_lost_meanwhile(tmp_path, lose):
         checkpoints.save()
     with pytest.raises(CheckpointError, match="removed or replaced while this run wrote"):
         run.take(1)
+
+
+@pytest.mark.parametrize("first", ["the hung one", "its restart"])
+def test_two_live_runs_in_one_folder_are_stopped(tmp_path, first):
+    """A hung job goes on after its restart: a checkpoint of either would cover releases that it did not count."""
+    hung, of_hung = resume(tmp_path)
+    hung.take(2)
+    restart, of_restart = resume(tmp_path)
+    runs = [(hung, of_hung), (restart, of_restart)]
+    (one, saves), (other, other_saves) = runs if first == "the hung one" else runs[::-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of second releases
+        one.take(2, micro=5)
+    for act in (other_saves.save, lambda: other.take(3)):  # two may repeat what is known
+        with pytest.raises(CheckpointError, match=r"Another process.*2 releases to releases\.journal.*two folders"):
+            act()
+    saves.save()
+    last, _ = resume(tmp_path)
+    assert last.count == one.count >= 4
+
+
+def test_a_second_checkpointer_of_one_engine_notes_its_releases_again(tmp_path):
+    """A cell of a notebook that runs twice."""
+    run, first = resume(tmp_path)
+    run.take(1)
+    second = Checkpointer(tmp_path, run.engine, run.optimizer)
+    run.take(2)
+    for checkpoints in (first, second):
+        checkpoints.save()
+        assert resume(tmp_path)[0].count == 3
 
 
 def test_a_release_is_noted_before_its_noise_is_added(tmp_path):

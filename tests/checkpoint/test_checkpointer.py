@@ -95,7 +95,7 @@ def test_adaptive_thresholds_are_saved(folder):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_saving_changes_nothing(folder, optimizer):
     """torch takes a step to find the optimizer's state; Adam would count it."""
-    one, other = Training(folder, optimizer), Training(folder, optimizer)
+    one, other = Training(folder, optimizer), Training(folder / "other", optimizer)
     other.engine._secret = one.engine._secret
     one.checkpoints.save()
     for training in (one, other):
@@ -302,11 +302,11 @@ def test_settings_follow_parameters_into_other_groups(folder, steps):
     one = grouped(folder, 0.5, 0.25)
     one.train(steps)
     one.checkpoints.save()
+    one.train(2)
     other = grouped(folder, 0.0, 0.0)
     other.optimizer.param_groups.reverse()
     other.checkpoints.load()
     assert [group["weight_decay"] for group in other.optimizer.param_groups] == [0.25, 0.5]
-    one.train(2)
     other.train(2)
     for p, q in zip(one.model.parameters(), other.model.parameters(), strict=True):
         assert torch.equal(p, q)

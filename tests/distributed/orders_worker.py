@@ -14,7 +14,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)
 
 from dpshard import PrivacyEngine
 from dpshard.errors import DataError
@@ -34,6 +42,23 @@ class Items(IterableDataset[tuple[Tensor, ...]]):
     def __iter__(self) -> Iterator[tuple[Tensor, ...]]:
         samples = data()
         return (samples[i] for i in self.order)
+
+
+class Unknown(Dataset[tuple[Tensor, ...]]):
+    def __len__(self) -> int:
+        return N
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return data()[index]
+
+
+def indexed(case: str) -> Dataset[Any]:
+    """A map-style data set of all samples; "own": every rank splits by a seed of its own, as for its dropout."""
+    if case in ("", "unknown"):
+        return Unknown() if case else data()
+    rank = dist.get_rank() if case.startswith("own") else 0
+    whole: Any = Unknown() if "unknown" in case else data()
+    return random_split(whole, [N, 0], torch.Generator().manual_seed(rank))[0]
 
 
 def own_loader(case: str) -> Iterator[Any]:
@@ -69,7 +94,7 @@ def train(engine: PrivacyEngine, kind: str, case: str) -> Iterator[list[float]]:
     order = list(range(N))
     if case == "own-part":
         order = order[dist.get_rank() :] + order[: dist.get_rank()]
-    for batch in engine.batches(Items(order) if kind == "stream" else data(), 2):
+    for batch in engine.batches(Items(order) if kind == "stream" else indexed(case), 2):
         for x, y in batch:
             F.cross_entropy(engine.model(x), y).backward()
         yield released()
