@@ -88,7 +88,7 @@ class Backend:
         `broken`: the logical batch is broken on this rank. `doubts_F`: its further objections, int64, 0 for none.
         `digest` returns its shards' contribution to the digest, int64 [L]. Returns `broken` and the largest doubts of
         all ranks; and the digest, or [] with objections. Raises LogicalBatchError, on all ranks, if a sum was changed
-        after backward.
+        after backward, or if ranks gathered other parameters.
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
@@ -96,7 +96,8 @@ class Backend:
         flags = doubts_F.new_zeros(2)
         if fault is not None or broken:
             flags[int(broken)] = 1
-        own_X = torch.cat([flags, doubts_F])
+        gathers = [flags.new_full((1,), x) for x in self.sharding.gathers]  # no copy, which would wait
+        own_X = torch.cat([flags, *gathers, doubts_F])
         if self.reduction.is_unsummed:  # all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
@@ -117,6 +118,9 @@ class Backend:
         return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
+        apart = _are_apart(ranks_WX[:, 2:4].tolist())
+        if apart:
+            self.sharding.gather_anew()
         if fault is not None:
             raise fault
         faulty = ranks_WX[:, 0].tolist()
@@ -126,7 +130,11 @@ class Backend:
                 f"Rank {faulty.index(1)} refused the clipped sums of this logical batch; its error says why. Call "
                 f"zero_grad() on all ranks to start afresh."
             )
-        return ranks_WX[:, 1:].amax(0).tolist()
+        found = ranks_WX[:, [1, *range(4, ranks_WX.shape[1])]].amax(0).tolist()
+        if apart and not found[0]:
+            self.gradients.forget()
+            raise LogicalBatchError(_APART)
+        return found
 
     def _digest(self, ranks_WL: Tensor) -> list[int]:
         try:
@@ -140,3 +148,17 @@ class Backend:
         """Remove all hooks."""
         self.reduction.detach()
         self.sharding.detach()
+
+
+_APART = (
+    "Ranks gathered different FSDP units, or the same ones in another order, so they may have computed with weights of "
+    "other modules. A branch depends on a rank's samples, or an optional input came to some ranks only. Let all ranks "
+    "run the same units in the same order, in backward too; pad samples, or choose within a unit: call fully_shard on "
+    "the module that holds the branches, not on each. Or train under DDP. Call zero_grad() to start afresh."
+)
+
+
+def _are_apart(gathers_W: Sequence[Sequence[int]]) -> bool:
+    """Return True if two ranks that gather together differ; see [Note: One order of gathers]."""
+    first: dict[int, int] = {}
+    return any(first.setdefault(together, digest) != digest for together, digest in gathers_W)

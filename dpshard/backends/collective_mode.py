@@ -1,4 +1,4 @@
-"""The dispatch mode that sees the communication of a forward."""
+"""The dispatch mode that sees the communication of a forward or backward."""
 
 from __future__ import annotations
 

@@ -5,12 +5,14 @@ four signs:
 - some ranks do not share the data, and their role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
-- a forward that communicates, or computes on tensors split over ranks (`whole_samples`).
-Not detected: messages outside torch.distributed, and in a branch that uses parameters like another branch.
+- a forward, or a backward in verification, that communicates or computes on tensors split over ranks (`whole_samples`).
+Not detected: messages outside torch.distributed, and in a branch that uses parameters like another branch. Nor are
+those in the backward of what the loop adds.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -133,13 +135,13 @@ class KnownParts(Protocol):
         ...
 
 
-def whole_samples(parts: KnownParts | None) -> AbstractContextManager[Any]:
-    """Refuse forwards that share samples beyond `parts`; see [Note: Parts of a sample]."""
-    return nullcontext() if processes() == 1 else _watched(parts)
+def whole_samples(parts: KnownParts | None, block: str = "forward") -> AbstractContextManager[Any]:
+    """Refuse a block that shares samples beyond `parts`, a forward or a backward; see [Note: Parts of a sample]."""
+    return nullcontext() if processes() == 1 else _watched(parts, block)
 
 
 @contextmanager
-def _watched(parts: KnownParts | None) -> Iterator[None]:
+def _watched(parts: KnownParts | None, block: str) -> Iterator[None]:
     from dpshard.backends.collective_mode import CollectiveMode
 
     stage = parts is not None and not parts.meets
@@ -147,7 +149,8 @@ def _watched(parts: KnownParts | None) -> Iterator[None]:
         _refuse_pipeline(_callers())
     known = [] if parts is None or stage else [(axis.group, axis.mesh) for axis in parts.axes]
     rows_only = parts is not None and parts.of_samples
-    with CollectiveMode(_refuse_mixing if rows_only else _refuse, known, rows_only=rows_only):
+    refuse = functools.partial(_refuse_mixing if rows_only else _refuse, block)
+    with CollectiveMode(refuse, known, rows_only=rows_only):
         yield
 
 
@@ -169,21 +172,21 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _refuse(namespace: str, operator: str, in_parts: bool) -> None:
+def _refuse(block: str, namespace: str, operator: str, in_parts: bool) -> None:
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
     what = f"calls {namespace}.{operator}" if talks else "computes on DTensors"
     raise ConfigurationError(
-        f"The forward of the model {what}, so ranks split samples, or mix samples of several ranks. "
+        f"The {block} of the model {what}, so ranks split samples, or mix samples of several ranks. "
         f"Undeclared {_KINDS} is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
-        f"figures for the log outside of the forward."
+        f"figures for the log outside of the {block}."
     )
 
 
-def _refuse_mixing(namespace: str, operator: str, in_parts: bool) -> None:
+def _refuse_mixing(block: str, namespace: str, operator: str, in_parts: bool) -> None:
     try:
-        _refuse(namespace, operator, in_parts)
+        _refuse(block, namespace, operator, in_parts)
     except ConfigurationError as error:
         raise ConfigurationError(
             f"{error} Experts' ranks, which have other samples, may send each other rows, by all_to_all_single of "

@@ -211,6 +211,18 @@ class Sharding(ABC):
         with self._together(), self.guard_disabled(), whole_samples(self.parts):
             yield
 
+    def dry_backward(self) -> AbstractContextManager[Any]:
+        """Return a block for a backward outside training; ConfigurationError for shared samples."""
+        return whole_samples(self.parts, "backward")
+
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """The first of the ranks that gather parameters together, and a digest of this rank's gathers."""
+        return -1, 0
+
+    def gather_anew(self) -> None:  # noqa: B027
+        """Free gathered parameters, which may be wrong, and begin another digest."""
+
     @abstractmethod
     def _isolated(self) -> AbstractContextManager[Any]:
         """Return a block outside training; it restores the framework."""

@@ -105,7 +105,8 @@ def verify_gradients(
         singles, of_inputs = [], []
         for turn, i in itertools.product(turns, chosen):
             value = turn * size * objective(repeated.plain([i]), [i])
-            singles.append(sketched_gradients(value, plain, parts, inputs.inputs))
+            with repeated.backward():
+                singles.append(sketched_gradients(value, plain, parts, inputs.inputs))
             of_inputs.append(inputs.take())
         for order, result in zip(orders, together, strict=True):
             if result is None:
@@ -138,7 +139,9 @@ def _together(
     tape = functools.partial(Tape, twin, n, None, n if repeated.mean else 1)
     with repeated.verdict.forward():
         output = gathered(repeated.replay.recorded(repeated.run, samples, tape, repeated.state, repeated.draws))
-    differentiate(size * objective(output, samples), [*twin.differentiated(), *inputs.inputs])
+    value = size * objective(output, samples)
+    with repeated.backward():
+        differentiate(value, [*twin.differentiated(), *inputs.inputs])
     return found, inputs.take()
 
 

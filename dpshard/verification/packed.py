@@ -199,9 +199,14 @@ def verify_units(
         tape = functools.partial(Tape, twin, R * T, others_U, 1.0, owners)
         with repeated.verdict.forward():
             output = repeated.replay.recorded(run, WHOLE, tape, repeated.state, repeated.draws)
-        differentiate(objective(output, WHOLE), twin.differentiated())
-        del output
-        singles = [sketched_gradients(objective(repeated.plain([i]), [i]), plain) for i in chosen]
+        value, singles = objective(output, WHOLE), []
+        with repeated.backward():
+            differentiate(value, twin.differentiated())
+        del output, value
+        for i in chosen:
+            value = objective(repeated.plain([i]), [i])
+            with repeated.backward():
+                singles.append(sketched_gradients(value, plain))
         if objective.__name__ == "along":
             _verify_strangers(found.norms, others_U, parameters, half=repeated.half)
         norms = {index: norm_U[chosen] for index, norm_U in found.norms.items()}

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,6 +53,8 @@ class RepeatedCall:
     verdict: Verdict = field(default_factory=Verdict)
     kept: Sequence[str] = ()
     """Paths; see [Note: Kept tensors]."""
+    backward: Callable[[], AbstractContextManager[Any]] = nullcontext
+    """Makes the block of each backward."""
 
     @property
     def half(self) -> bool:

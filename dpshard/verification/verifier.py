@@ -20,7 +20,7 @@ from torch import Tensor
 from dpshard.backends.communicator import Communicator
 from dpshard.backends.sharding import Sharding
 from dpshard.clipping.tape import Clipper
-from dpshard.errors import BatchLayoutError, VerificationError
+from dpshard.errors import BatchLayoutError, ConfigurationError, VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
 from dpshard.verification.company import Others, verify_company, verify_other_ranks
@@ -145,6 +145,7 @@ class Verifier:
         verdict = Verdict(self._ranks if apart else None)
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
             repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws[0][0], verdict=verdict)
+            repeated.backward = sharding.dry_backward
             (together, kept), (alone, kept_alone) = repeated.leaves(chosen), repeated.leaves(chosen[:1])
             repeated.kept = rows_kept(kept, kept_alone, len(chosen))
             shapes = (
@@ -182,6 +183,7 @@ class Verifier:
         verdict, draws = Verdict(self._ranks if together else None), AS_DRAWN if thorough else Draws.fresh(random)
         with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
             repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
+            repeated.backward = sharding.dry_backward
             double = functools.partial(self._agrees_in_double, repeated)
             verify_packed(repeated, sharding, self._clipper, random, double, thorough=thorough)
             repeated.draws = AS_DRAWN
@@ -202,6 +204,8 @@ class Verifier:
                 compare(repeated, self._sharding, self._clipper, found)
             except (AttributeError, TypeError):
                 self._sharding.refuse_hooks()  # torch calls a user's hook with None if no gradient comes
+                raise
+            except ConfigurationError:  # of a backward that communicates
                 raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)

@@ -35,11 +35,33 @@ def global_mean(x: Tensor) -> Tensor:
     return mean / dist.get_world_size()
 
 
+def summed(gradient: Tensor) -> Tensor:
+    gradient = gradient.contiguous().clone()
+    dist.all_reduce(gradient)
+    return gradient
+
+
+class SumInBackward(torch.autograd.Function):
+    """What Megatron puts before a column-parallel layer."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return summed(gradients[0])
+
+
 class Model(nn.Module):
     def __init__(self, case: str) -> None:
         super().__init__()
         self.first, self.second = nn.Linear(4, 6), nn.Linear(6, 2)
         self.case = case
+        if case == "back-module-hook":
+            self.second.register_full_backward_hook(lambda _, inputs, outputs: tuple(map(summed, inputs)))
+        elif case == "back-module-pre-hook":
+            self.second.register_full_backward_pre_hook(lambda _, outputs: tuple(map(summed, outputs)))
 
     def forward(self, x: Tensor) -> Tensor:
         h = torch.tanh(self.first(x))
@@ -48,6 +70,10 @@ class Model(nn.Module):
         elif self.case == "other-ranks":  # a sample's own negatives are those of the other rank
             others = gathered(h).unflatten(0, (-1, len(h)))[1 - dist.get_rank()]
             h = h - 0.1 * others.mean(0)
+        elif self.case == "back-function":
+            h = SumInBackward.apply(h)  # type: ignore[assignment]
+        elif self.case == "back-hook" and h.requires_grad:
+            h.register_hook(summed)
         elif self.case == "contrastive":
             scores = h @ gathered(h).T
             return F.cross_entropy(scores, torch.arange(len(h)) + len(h) * dist.get_rank())

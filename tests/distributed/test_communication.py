@@ -37,9 +37,9 @@ EXTREMES = [ONE_PASS[0], ONE_PASS[-1]]
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64; and a digest of the sums, and whether they are sound."""
+    """What engine.metrics() sends once a step, in float64; and digests of sums and gathers, and whether sums are sound."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
-    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (2 + len(Doubt) + 2) * 8)}
+    digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (4 + len(Doubt) + 2) * 8)}
     assert isinstance(setup.model, Transformer)
     reached = {("all-gather", "uint8"): Traffic(1, setup.ranks * groups_of(Clipping("param-wise"), setup.model))}
     norm = {} if setup.shard == "ddp" else {("all-reduce", "float64"): Traffic(1, 8)}

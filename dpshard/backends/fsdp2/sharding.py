@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from dpshard.backends.communicator import Communicator, all_ranks
 from dpshard.backends.crossed_parts import placed_as, placed_parts
+from dpshard.backends.fsdp2.gathers import Gathers
 from dpshard.backends.fsdp2.units import Unit, mesh_of, units_of
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
 from dpshard.backends.sharding import Sharding
@@ -33,6 +34,7 @@ class FSDP2Sharding(Sharding):
 
     def __init__(self, model: nn.Module, declared: DeclaredParts | None = None) -> None:
         super().__init__(model, model)
+        self._gathers = Gathers()
         try:
             self.mesh, self.shard_dim, of_model = mesh_of(model, self.parameters)
             self.parts = self._parts_of(of_model, declared)
@@ -59,6 +61,7 @@ class FSDP2Sharding(Sharding):
             except ConfigurationError:
                 self.detach()
                 raise
+        self._gathers.watch(group for unit in self.units for group in unit.groups())
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -171,6 +174,17 @@ class FSDP2Sharding(Sharding):
             parameter.requires_grad_(self.parameters[name].requires_grad)
             yield name, parameter
 
+    @property
+    def gathers(self) -> tuple[int, int]:
+        """See Sharding."""
+        return min(dist.get_process_group_ranks(self.shard_mesh.get_group())), self._gathers.digest
+
+    def gather_anew(self) -> None:
+        """See Sharding."""
+        self._gathers.digest = 0
+        for unit in self.units:
+            unit.module.reshard()
+
     def _together(self) -> AbstractContextManager[Any]:
         self.communicator.meet()  # in a probe all ranks unshard together
         return nullcontext()
@@ -182,6 +196,11 @@ class FSDP2Sharding(Sharding):
                 # A forward leaves the root unsharded; an optimizer made then would hold tensors that FSDP frees.
                 stack.callback(unit.module.reshard)
         return stack
+
+    def detach(self) -> None:
+        """See Sharding."""
+        self._gathers.detach()
+        super().detach()
 
     # --- shards
 

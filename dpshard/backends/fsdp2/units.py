@@ -47,6 +47,10 @@ class Unit:
             group.reduce_scatter_unused_params = flag
         return before
 
+    def groups(self) -> list[Any]:
+        """FSDP's groups of parameters, gathered one by one."""
+        return _groups(self.modules[0])
+
     def is_sharded(self) -> bool:
         """Return True if no parameter is unsharded."""
         return all(group.is_sharded for group in _groups(self.modules[0]))
