@@ -93,11 +93,13 @@ class Backend:
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
         fault = None if broken else self.reduction.fault()
-        flags = doubts_F.new_zeros(2)
+        flags = doubts_F.new_zeros(4)
         if fault is not None or broken:
             flags[int(broken)] = 1
-        gathers = [flags.new_full((1,), x) for x in self.sharding.gathers]  # no copy, which would wait
-        own_X = torch.cat([flags, *gathers, doubts_F])
+        for place, x in enumerate(self.sharding.gathers, 2):
+            if x:
+                flags[place] = x
+        own_X = torch.cat([flags, doubts_F])
         if self.reduction.is_unsummed:  # all ranks enter the following collectives, or none
             found = self._verdict(all_gather(own_X).cpu(), fault)
             if any(found):
@@ -118,23 +120,24 @@ class Backend:
         return torch.cat([x.to(inputs.device) for x in (*map(digest, parts.divide(shards)), inputs)])
 
     def _verdict(self, ranks_WX: Tensor, fault: DpshardError | None) -> list[int]:
-        apart = _are_apart(ranks_WX[:, 2:4].tolist())
+        rows = ranks_WX.tolist()
+        apart = _are_apart([row[2:4] for row in rows])
         if apart:
             self.sharding.gather_anew()
         if fault is not None:
             raise fault
-        faulty = ranks_WX[:, 0].tolist()
+        faulty = [row[0] for row in rows]
         if any(faulty):
             self.gradients.forget()
             raise LogicalBatchError(
                 f"Rank {faulty.index(1)} refused the clipped sums of this logical batch; its error says why. Call "
                 f"zero_grad() on all ranks to start afresh."
             )
-        found = ranks_WX[:, [1, *range(4, ranks_WX.shape[1])]].amax(0).tolist()
-        if apart and not found[0]:
+        _, broken, _, _, *doubts = map(max, zip(*rows, strict=True))
+        if apart and not broken:
             self.gradients.forget()
             raise LogicalBatchError(_APART)
-        return found
+        return [broken, *doubts]
 
     def _digest(self, ranks_WL: Tensor) -> list[int]:
         try:

@@ -218,7 +218,7 @@ class Sharding(ABC):
     @property
     def gathers(self) -> tuple[int, int]:
         """The first of the ranks that gather parameters together, and a digest of this rank's gathers."""
-        return -1, 0
+        return 0, 0
 
     def gather_anew(self) -> None:  # noqa: B027
         """Free gathered parameters, which may be wrong, and begin another digest."""

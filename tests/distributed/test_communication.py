@@ -37,7 +37,7 @@ EXTREMES = [ONE_PASS[0], ONE_PASS[-1]]
 
 
 def metrics(setup: Setup, groups: int) -> dict[tuple[str, str], Traffic]:
-    """What engine.metrics() sends once a step, in float64; and digests of sums and gathers, and whether sums are sound."""
+    """What engine.metrics() sends once a step, in float64; and digests of sums and gathers, and verdicts."""
     figures = {("all-gather", "float64"): Traffic(1, setup.ranks * (6 * groups + 3) * 8)}
     digest = {("all-gather", "int64"): Traffic(1, setup.ranks * (4 + len(Doubt) + 2) * 8)}
     assert isinstance(setup.model, Transformer)
