@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
+from torch.utils import checkpoint
 
 from dpshard.interception.call import Refusal
 from dpshard.interception.mode import InterceptionMode
@@ -109,11 +110,33 @@ class ActiveForward:
             if repeat_in is not None:
                 stack.enter_context(repeat_in)
             # Checkpointed segments may take derived tensors.
-            stack.enter_context(self.through(mode.with_slots(RecomputeSlots(mode.slots.batch_size))))
+            again = mode.with_slots(RecomputeSlots(mode.slots.batch_size))
+            stack.enter_context(self._through_checkpoints(again, repeat))
             return stack
 
         self.repeat = repeat
-        return self.through(mode)
+        return self._through_checkpoints(mode, repeat)
+
+    @contextmanager
+    def _through_checkpoints(
+        self, mode: InterceptionMode, repeat: Callable[[], AbstractContextManager[Any]]
+    ) -> Iterator[None]:
+        """Enter `mode`; checkpoints of functions also repeat in it, where no call of a module would enter it."""
+        begin: Any = checkpoint._checkpoint_without_reentrant_generator
+
+        def begin_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            def again(*inputs: Any, **named: Any) -> Any:
+                with repeat():
+                    return function(*inputs, **named)
+
+            return begin(again, *args, **kwargs)
+
+        checkpoint._checkpoint_without_reentrant_generator = begin_in_mode
+        try:
+            with self.through(mode):
+                yield
+        finally:
+            checkpoint._checkpoint_without_reentrant_generator = begin
 
     @contextmanager
     def suspended(self) -> Iterator[None]:

@@ -126,6 +126,31 @@ def test_what_is_written_in_place_after_a_parameter():
     assert_exact(Use(use, before=5, body=body), randn(B, 2, 5, 5), modes=["auto", "ghost"])
 
 
+def in_a_function(m, x):
+    return checkpoint(lambda h: m.linear(h).sin() * m.scale, x, use_reentrant=False)
+
+
+def nested(m, x):
+    def inner(h):
+        return F.linear(h * m.scale, m.linear.weight)
+
+    def outer(h):
+        return checkpoint(inner, h + m.scale, use_reentrant=False) * m.scale
+
+    return checkpoint(outer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("use", [in_a_function, nested])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+def test_a_checkpointed_function_may_use_parameters_itself(use, compiled):
+    """No call of a module enters the mode when it is repeated."""
+    model = Use(use, before=5, linear=nn.Linear(5, 5), scale=nn.Parameter(torch.rand(5)))
+    if compiled:
+        model.linear.compile(backend="aot_eager")
+    assert_exact(model, randn(B, 3, 5), modes=["auto", "ghost"])
+
+
 # --- compiled -------------------------------------------------------------------------------------------------------
 
 
