@@ -212,8 +212,8 @@ class Sharding(ABC):
             yield
 
     def dry_backward(self) -> AbstractContextManager[Any]:
-        """Return a block for a backward outside training; ConfigurationError for shared samples."""
-        return whole_samples(self.parts, "backward")
+        """Return a block for a backward outside training; ConfigurationError for shared samples of undeclared parts."""
+        return whole_samples(None, "backward") if self.parts is None else nullcontext()
 
     @property
     def gathers(self) -> tuple[int, int]:

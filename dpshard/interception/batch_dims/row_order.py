@@ -82,7 +82,7 @@ def settle(
         if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
-            settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1], verified=verified)
+            settled[doubt.key, doubt.place] = _as_beside(doubt, settled, layout, sizes[1])
     for (key, place), order in settled.items():
         if order:
             found = layout[key]
@@ -127,16 +127,14 @@ def _adjacent_rows(
     return fitting[0]
 
 
-def _as_beside(
-    doubt: UndecidedDim, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int, *, verified: bool
-) -> int:
+def _as_beside(doubt: UndecidedDim, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
     """Return an order for equal rows, from like calls or arguments."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]
     if isinstance(doubt.value, FakeTensor):
         return max(orders, default=0)  # without values, any order will do
-    if not orders and (not verified or doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
+    if not orders and (doubt.key == ROWS or doubt.place < len(layout[doubt.key].inputs)):
         raise BatchLayoutError(
             f"{describe(doubt.key)} sees equal rows in a tensor of shape "
             f"{tuple(doubt.value.shape)} for {second} samples. So dpshard cannot tell whether dimension "
