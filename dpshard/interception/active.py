@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -75,15 +75,28 @@ class ActiveForward:
         """The context in which checkpointing repeats the latest forward."""
 
     @contextmanager
-    def through(self, mode: InterceptionMode) -> Iterator[None]:
-        """Enter `mode` for a forward."""
-        before = self.running, self.mode
+    def through(
+        self, mode: InterceptionMode, repeat: Callable[[], AbstractContextManager[Any]] | None = None
+    ) -> Iterator[None]:
+        """Enter `mode` for a forward. Checkpoints in it repeat in `repeat`: a function is no call of a module."""
+        before, begin = (self.running, self.mode), checkpoint._checkpoint_without_reentrant_generator
         self.running, self.mode = True, mode
+        if repeat is not None:
+
+            def begin_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+                def again(*inputs: Any, **named: Any) -> Any:
+                    with repeat():
+                        return function(*inputs, **named)
+
+                return begin(again, *args, **kwargs)
+
+            checkpoint._checkpoint_without_reentrant_generator = cast(Any, begin_in_mode)
         try:
             with mode:
                 yield
         finally:
             self.running, self.mode = before
+            checkpoint._checkpoint_without_reentrant_generator = begin
 
     def innermost(self) -> InterceptionMode | None:
         """Return the mode of the next call, also after a graph break."""
@@ -111,32 +124,11 @@ class ActiveForward:
                 stack.enter_context(repeat_in)
             # Checkpointed segments may take derived tensors.
             again = mode.with_slots(RecomputeSlots(mode.slots.batch_size))
-            stack.enter_context(self._through_checkpoints(again, repeat))
+            stack.enter_context(self.through(again, repeat))
             return stack
 
         self.repeat = repeat
-        return self._through_checkpoints(mode, repeat)
-
-    @contextmanager
-    def _through_checkpoints(
-        self, mode: InterceptionMode, repeat: Callable[[], AbstractContextManager[Any]]
-    ) -> Iterator[None]:
-        """Enter `mode`; checkpoints of functions also repeat in it, where no call of a module would enter it."""
-        begin: Any = checkpoint._checkpoint_without_reentrant_generator
-
-        def begin_in_mode(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            def again(*inputs: Any, **named: Any) -> Any:
-                with repeat():
-                    return function(*inputs, **named)
-
-            return begin(again, *args, **kwargs)
-
-        checkpoint._checkpoint_without_reentrant_generator = begin_in_mode
-        try:
-            with self.through(mode):
-                yield
-        finally:
-            checkpoint._checkpoint_without_reentrant_generator = begin
+        return self.through(mode, repeat)
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
