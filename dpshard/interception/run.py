@@ -83,9 +83,9 @@ class Run:
             return leaf
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
-            if not leaf.is_contiguous():  # forward may ask
-                picked = _laid_out_as(leaf, picked)
-        return picked if not leaf.is_contiguous() else picked.clone()  # modes see a new tensor
+            if not leaf.is_contiguous():
+                return _laid_out_as(leaf, picked)  # forward may ask
+        return picked.clone()  # modes see a new tensor
 
     def _joined(self, x: Any, dim: int | None) -> Any:
         if dim is None or self.rows_per_unit == 1:

@@ -32,39 +32,35 @@ class Pieces(nn.Module):
 class Flattened(Pieces):
     """Long inputs are flattened in another order than short ones."""
 
+    def samples_first(self, x):
+        return x.shape[1] <= 8
+
     def forward(self, x):
         B, T, _ = x.shape
-        if T <= 8:
+        if self.samples_first(x):
             return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
         return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
 
 
-class TimesFirst(Pieces):
+class TimesFirst(Flattened):
     """[T * B] looks like [B * T] while T is 1."""
 
-    def forward(self, x):
-        B, T, _ = x.shape
-        return self.encoder(x.transpose(0, 1).flatten(0, 1)).unflatten(0, (T, B)).transpose(0, 1)
+    def samples_first(self, x):
+        return False
 
 
-class BySamples(Pieces):
+class BySamples(Flattened):
     """The number of samples decides the order of rows."""
 
-    def forward(self, x):
-        B, T, _ = x.shape
-        if B <= 4:
-            return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
-        return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
+    def samples_first(self, x):
+        return x.shape[0] <= 4
 
 
-class ByStrides(BySamples):
-    """So does whether the input is contiguous."""
+class ByStrides(Flattened):
+    """Whether the input is contiguous decides the order of rows."""
 
-    def forward(self, x):
-        B, T, _ = x.shape
-        if x.is_contiguous():
-            return self.encoder(x.reshape(B * T, D)).view(B, T, -1)
-        return self.encoder(x.transpose(0, 1).reshape(T * B, D)).view(T, B, -1).transpose(0, 1)
+    def samples_first(self, x):
+        return x.is_contiguous()
 
 
 class Tiles(nn.Module):
