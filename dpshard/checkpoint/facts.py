@@ -3,8 +3,8 @@
 [Note: Facts of a run]
 Other ranks, shards, micro-batch sizes, clipping modes or kernels round sums differently. Loading a state under other
 facts warns; only the digest of the sums decides. Tensors in memory get a keyed digest of a few rows, a Subset of its
-indices. It reveals another data set, not one changed row. Reading other data sets could open files or draw random
-numbers.
+indices. That of a UnitDataset covers which rows form each unit. It reveals another data set, not one changed row.
+Reading other data sets could open files or draw random numbers.
 
 Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
 release.
@@ -140,7 +140,7 @@ def _described(device: torch.device) -> str:
 def of_rows(dataset: Any, secret: bytes) -> str | None:
     """Return a keyed digest of some rows in memory, or of their indices; None if neither is known.
 
-    Units and concatenated data sets have the digests of what they read.
+    Units and concatenated data sets have the digests of what they read, and units that of their rows' numbers.
     """
     if isinstance(dataset, IterableDataset) or not len(dataset):
         return None
@@ -148,14 +148,16 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
     if isinstance(dataset, ConcatDataset | KeyedUnits):
         inner = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]
         parts = [of_rows(part, secret) for part in inner]
-        digest.update(f"parts {parts}".encode())
-        return digest.hexdigest() if any(parts) else None
+        grouping = dataset.grouping if isinstance(dataset, KeyedUnits) else b""
+        digest.update(f"parts {parts}".encode() + grouping)
+        return digest.hexdigest() if grouping or any(parts) else None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     rows, source = sorted({int(word) % len(dataset) for word in words}), dataset
     while (chosen := _chosen(source, rows)) is not None:
         rows, source = chosen
     if type(source) is not TensorDataset:
-        digest.update(f"indices {rows}".encode())
+        inner = of_rows(source, secret) if isinstance(source, ConcatDataset | KeyedUnits) else None
+        digest.update(f"indices {rows}{inner or ''}".encode())
         return None if source is dataset else digest.hexdigest()
     for tensor in source.tensors:
         digest.update(f"{tensor.dtype} {list(tensor.shape[1:])}".encode())

@@ -44,6 +44,11 @@ class KeyedUnits(Dataset):
     dataset: Any
     """What their rows are read from."""
 
+    @property
+    def grouping(self) -> bytes:
+        """Return which rows of `dataset` each unit has; empty if unit i is item i."""
+        return b""
+
     def draw(self, index: int, key: bytes) -> UnitRows:
         """Return the rows of unit `index` that `key` draws; they depend on that unit only."""
         raise NotImplementedError
@@ -81,6 +86,11 @@ class UnitDataset(KeyedUnits):
     def __len__(self) -> int:
         """Return the number of units: `sample_size` of the engine."""
         return len(self.ids)
+
+    @property
+    def grouping(self) -> bytes:
+        """Return the rows of unit 0, of unit 1, ..., and where each ends."""
+        return np.concatenate([self._rows, self._ends]).astype("<i8").tobytes()
 
     def draw(self, index: int, key: bytes) -> UnitRows:
         """Return a unit; of more than K rows, those drawn by `key`."""

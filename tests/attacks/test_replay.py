@@ -339,6 +339,8 @@ def _hugging_face(order):
 
 WRAPPED = {
     "units": lambda order: UnitDataset(Subset(DATA, order), list(range(SAMPLES)), rows_per_unit=1),
+    "groups": lambda order: UnitDataset(range(SAMPLES), order, rows_per_unit=1),
+    "subset of groups": lambda order: Subset(UnitDataset(range(SAMPLES), order, rows_per_unit=1), range(5)),
     "augmented": lambda order: augment(Subset(DATA, order), lambda item: item, rows_per_unit=2),
     "concatenated": lambda order: ConcatDataset([Subset(range(SAMPLES), order), range(9)]),
     "Hugging Face": _hugging_face,

@@ -24,7 +24,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from dpshard import PrivacyEngine
+from dpshard import PrivacyEngine, UnitDataset
 from dpshard.errors import DataError
 from tests.distributed.rank import main
 
@@ -56,6 +56,10 @@ def indexed(case: str) -> Dataset[Any]:
     """A map-style data set of all samples; "own": every rank splits by a seed of its own, as for its dropout."""
     if case in ("", "unknown"):
         return Unknown() if case else data()
+    if case.endswith("units"):  # numbered in the order of a set, which is another one in every process
+        numbers = torch.randperm(N, generator=torch.Generator().manual_seed(dist.get_rank()))
+        units = UnitDataset(Unknown(), numbers, rows_per_unit=1)
+        return Subset(units, range(N)) if case == "subset-of-own-units" else units
     rank = dist.get_rank() if case.startswith("own") else 0
     whole: Any = Unknown() if "unknown" in case else data()
     return random_split(whole, [N, 0], torch.Generator().manual_seed(rank))[0]
