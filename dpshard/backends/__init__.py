@@ -17,7 +17,9 @@ from dpshard.backends.deepspeed.config import is_managed, is_model_engine, keep_
 from dpshard.backends.local import local_backend
 from dpshard.backends.model_parallel import (
     placed_parameters,
+    processes,
     refuse_foreign_placements,
+    refuse_later_group,
     require_all_ranks,
     require_known_group,
     require_one_training,
@@ -26,7 +28,7 @@ from dpshard.backends.model_parts import DeclaredParts
 from dpshard.backends.stages import are_stages
 from dpshard.errors import ConfigurationError
 
-__all__ = ["Backend", "choose", "require_one_training"]
+__all__ = ["Backend", "choose", "processes", "refuse_later_group", "require_one_training"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:

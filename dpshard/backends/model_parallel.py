@@ -87,6 +87,16 @@ def require_all_ranks(model: nn.Module, world_size: int, *, model_parallel_group
         )
 
 
+def refuse_later_group(then: int) -> None:
+    """Raise ConfigurationError if a process group has come since the engine was made, among `then` processes."""
+    if processes() > then:
+        raise ConfigurationError(
+            f"The engine was made before torch.distributed.init_process_group(), for one process, and now there are "
+            f"{processes()}. Each would draw its own batches, with its own noise and ledger, and none would count the "
+            f"releases of the others. Call init_process_group() first, then wrap the model, then make the engine."
+        )
+
+
 def placed_parameters(model: nn.Module) -> list[str]:
     """Names of parameters that are DTensors."""
     if "torch.distributed.tensor" not in sys.modules:  # importing it is slow

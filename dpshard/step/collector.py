@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpshard.backends import Backend
+from dpshard.backends import Backend, processes, refuse_later_group
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
@@ -68,7 +68,7 @@ class Collector:
         self._begin_doubts()
         self._own_loop_warned = False
         self._first_gradients = FirstGradients(sharding.parameters, [name for name, *_ in sharding.everywhere])
-        self._process = os.getpid()
+        self._process, self._processes = os.getpid(), processes()
         self._completed: BatchMetrics | None = None
 
     @property
@@ -136,6 +136,7 @@ class Collector:
         if self.clipper.pending:
             self.clipper.abort()  # records of a backward that raised
         if self.state is not BatchState.COLLECTING:
+            refuse_later_group(self._processes)
             self._backend.sharding.refuse_changed_parameters()
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit

@@ -1,4 +1,4 @@
-"""An engine belongs to the process that made it: a fork would release the same steps, but count separately."""
+"""An engine belongs to the process that made it: forks, or a later group, would make releases that it misses."""
 
 import os
 import traceback
@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch.utils.data import DataLoader, Dataset
 
-from dpshard.errors import EngineInUseError
+from dpshard.applications.planner.simulation import fake_group
+from dpshard.errors import ConfigurationError, EngineInUseError
 from tests.checkpoint.test_resume import Run, X, Y
 
 
@@ -97,3 +98,14 @@ def test_a_forked_child_may_evaluate_and_make_an_engine_of_its_own():
         assert own.engine._secret != run.engine._secret
 
     assert in_a_fork(evaluate_and_train) == ""
+
+
+def test_ranks_that_meet_after_their_engines_were_made_are_refused():
+    """Averages of their private gradients would be releases of all ranks, each counted as one."""
+    batches, own = Run(), Run()
+    with fake_group(2):
+        with pytest.raises(ConfigurationError, match=r"made before torch.distributed.init_process_group\(\)"):
+            forward(batches)
+        with pytest.raises(ConfigurationError, match="made before"):
+            own.model(X[:4])
+    forward(batches)
