@@ -3,8 +3,8 @@
 [Note: Facts of a run]
 Other ranks, shards, micro-batch sizes, clipping modes or kernels round sums differently. Loading a state under other
 facts warns; only the digest of the sums decides. Tensors in memory get a keyed digest of a few rows, a Subset of its
-indices. That of a UnitDataset covers which rows form each unit. It reveals another data set, not one changed row.
-Reading other data sets could open files or draw random numbers.
+indices. That of a UnitDataset covers which rows form each unit. That of a ConcatDataset covers the lengths of parts.
+It reveals another data set, not one changed row. Reading other data sets could open files or draw random numbers.
 
 Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
 release.
@@ -140,7 +140,7 @@ def _described(device: torch.device) -> str:
 def of_rows(dataset: Any, secret: bytes) -> str | None:
     """Return a keyed digest of some rows in memory, or of their indices; None if neither is known.
 
-    Units and concatenated data sets have the digests of what they read, and units that of their rows' numbers.
+    Units and concatenated data sets have the digests of what they read, and of how they group or join it.
     """
     if isinstance(dataset, IterableDataset) or not len(dataset):
         return None
@@ -148,7 +148,7 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
     if isinstance(dataset, ConcatDataset | KeyedUnits):
         inner = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]
         parts = [of_rows(part, secret) for part in inner]
-        grouping = dataset.grouping if isinstance(dataset, KeyedUnits) else b""
+        grouping = str(dataset.cumulative_sizes).encode() if isinstance(dataset, ConcatDataset) else dataset.grouping
         digest.update(f"parts {parts}".encode() + grouping)
         return digest.hexdigest() if grouping or any(parts) else None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)

@@ -342,6 +342,7 @@ WRAPPED = {
     "groups": lambda order: UnitDataset(range(SAMPLES), order, rows_per_unit=1),
     "subset of groups": lambda order: Subset(UnitDataset(range(SAMPLES), order, rows_per_unit=1), range(5)),
     "augmented": lambda order: augment(Subset(DATA, order), lambda item: item, rows_per_unit=2),
+    "lengths of parts": lambda order: ConcatDataset([range(order[1]), range(SAMPLES - order[1])]),
     "concatenated": lambda order: ConcatDataset([Subset(range(SAMPLES), order), range(9)]),
     "Hugging Face": _hugging_face,
     "subset of Hugging Face": lambda order: Subset(_hugging_face(order), range(5)),

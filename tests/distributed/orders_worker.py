@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import (
+    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
@@ -45,8 +46,11 @@ class Items(IterableDataset[tuple[Tensor, ...]]):
 
 
 class Unknown(Dataset[tuple[Tensor, ...]]):
+    def __init__(self, size: int = N) -> None:
+        self.size = size
+
     def __len__(self) -> int:
-        return N
+        return self.size
 
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         return data()[index]
@@ -56,6 +60,8 @@ def indexed(case: str) -> Dataset[Any]:
     """A map-style data set of all samples; "own": every rank splits by a seed of its own, as for its dropout."""
     if case in ("", "unknown"):
         return Unknown() if case else data()
+    if case == "own-files":  # in the order in which each machine lists them
+        return ConcatDataset([Unknown(14), Unknown(N - 14)] if dist.get_rank() else [Unknown(N - 14), Unknown(14)])
     if case.endswith("units"):  # numbered in the order of a set, which is another one in every process
         numbers = torch.randperm(N, generator=torch.Generator().manual_seed(dist.get_rank()))
         units = UnitDataset(Unknown(), numbers, rows_per_unit=1)

@@ -24,6 +24,7 @@ REFUSED = {
     "ddp:bins:own-split": OTHER_ROWS,
     "fsdp2:bins:own-split": OTHER_ROWS,
     "ddp:bins:own-split-unknown": OTHER_ROWS,
+    "ddp:bins:own-files": OTHER_ROWS,
     "ddp:bins:own-units": OTHER_ROWS,
     "ddp:bins:subset-of-own-units": OTHER_ROWS,
     "ddp:stream:own-part": "ranks read different samples",
