@@ -211,9 +211,9 @@ class PrivacyEngine:
         self.internals = Internals(self._backend, collector)
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
-        self._verifier = Verifier(
-            sharding, self._backend.data_ranks, clipper, lambda: (self.step, *collector.moment), secret, mean=mean
-        )
+        moved = self.mechanism.sampling == "poisson" and self.mechanism.max_batch_size is None
+        moment, data_ranks = lambda: (self.step, *collector.moment), self._backend.data_ranks
+        self._verifier = Verifier(sharding, data_ranks, clipper, moment, secret, mean=mean, moved=moved)
         sources: dict[Tensor, Source] = {p: clipper.sources[name] for name, p in sharding.parameters.items()}
         alone, before = ranks.world_size == 1, self._before_forward
         self._interception = Interception(

@@ -40,6 +40,7 @@ STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     io.StringIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
 }
 """Read and set their state."""
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
 def _write_file(file: Any, state: tuple[int, Any] | None) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.errors import BatchLayoutError, DpshardError
+from dpshard.errors import BatchLayoutError, DpshardError, UnsupportedParameterError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
 from dpshard.interception.isolation import Isolate
 from dpshard.interception.kinds import kind_of_run, sizes_of_run
@@ -34,6 +34,10 @@ _MOST_INTEGERS = 64
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
+)
+_OUT_OF_SIGHT = (
+    "torch.cond, while_loop, scan or map runs code that uses a parameter, and hides its samples from dpshard. Write it "
+    "as a Python loop or branch, or compute both branches and choose by torch.where."
 )
 
 
@@ -150,6 +154,10 @@ class Layouts:
                 f"were cut along (shape, dimension) {cut}, where dpshard expects the samples. Pass tensors without "
                 f"samples as buffers or constants rather than as inputs, and pass all rows of a micro-batch."
             ) from error
+        except AssertionError as error:
+            if "FakeTensor" not in str(error):
+                raise
+            raise UnsupportedParameterError(f"{type(run.module).__name__}: {_OUT_OF_SIGHT}") from error
         merge(into, found)
         return into
 

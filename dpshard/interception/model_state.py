@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.held_objects import (
+    GENERATORS,
     PLAIN,
     STATEFUL,
     Container,
@@ -97,6 +98,10 @@ class ModelState:
         for p, trained in self._trained:
             if p.requires_grad is not trained:
                 p.requires_grad_(trained)
+
+    def generators(self) -> list[str]:
+        """Return the paths of generators of random numbers."""
+        return [path for path, (x, _) in self._saved.items() if isinstance(x, GENERATORS)]
 
     def changes(self) -> dict[str, Any]:
         """Return changed state by path; None for what is gone."""

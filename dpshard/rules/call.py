@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -187,6 +187,7 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, axis: BatchAxis) -
     copies = call.per_sample(x).reshape(B, *shape)
     # Size 1 at `dim` becomes the k rows of a sample.
     k = size // B
-    return replace(axis, dim=dim).merge(
+    of_copies = BatchAxis(dim, axis.adjacent, axis.routed, axis.most)  # dynamo cannot trace `replace`
+    return of_copies.merge(
         copies.squeeze(dim + 1) if k == 1 else copies.expand(B, *shape[:dim], k, *shape[dim + 1 :]), k
     )

@@ -8,6 +8,7 @@ closures cannot be restored. Counters depend only on shapes.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,8 +30,17 @@ def others_of(repeated: RepeatedCall) -> list[Run]:
     return [replaced(others[0], rows, [first]), *others] if has_numbers(run) else others
 
 
-def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bool) -> set[str]:
-    """Require the model to keep nothing of a sample; return the paths that every forward changes alike."""
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What every forward changes alike."""
+
+    paths: frozenset[str] = frozenset()
+    decide: bool = False
+    """True if an output depends on the number of forwards before it."""
+
+
+def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bool) -> Counters:
+    """Require the model to keep nothing of a sample; return what every forward changes alike."""
     run, one = repeated.run, [repeated.chosen[0]]
     alone = repeated.values(one)
     state = repeated.state
@@ -56,11 +66,12 @@ def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bo
             raise UnsupportedParameterError(
                 f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may "
                 f"read it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
-                f"calls, not data."
+                f"steps, not data."
             )
         _verify_outputs(repeated, outputs[0], outputs[other], "an attribute, a global or a closure")
     _verify_outputs(repeated, alone, repeated.values(one), "a global or a closure, which cannot be restored")
-    return set(kept[0])
+    draws = any(path in kept[0] for path in state.model.generators())
+    return Counters(frozenset(kept[0]), bool(kept[0]) and not draws and _any_differ(repeated, alone, outputs[0]))
 
 
 def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
@@ -83,12 +94,15 @@ def _same(x: Any, y: Any) -> bool:
     return repr(x) == repr(y)
 
 
+def _any_differ(repeated: RepeatedCall, first: Any, second: Any) -> bool:
+    return any(differ(x, y, half=repeated.half) for x, y in zip(first, second, strict=True))
+
+
 def _verify_outputs(repeated: RepeatedCall, first: Any, second: Any, where: str) -> None:
-    for x, y in zip(first, second, strict=True):
-        if differ(x, y, half=repeated.half):
-            raise UnsupportedParameterError(
-                f"{type(repeated.run.module).__name__} remembers earlier samples: the same sample has a different "
-                f"output after other samples. The memory may be in {where} (a detached hidden state, a queue of "
-                f"features, a running statistic). Keep nothing of samples between forwards. Or forward draws from a "
-                f"generator that dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
-            )
+    if _any_differ(repeated, first, second):
+        raise UnsupportedParameterError(
+            f"{type(repeated.run.module).__name__} remembers earlier samples: the same sample has a different "
+            f"output after other samples. The memory may be in {where} (a detached hidden state, a queue of "
+            f"features, a running statistic). Keep nothing of samples between forwards. Or forward draws from a "
+            f"generator that dpshard cannot restore (np.random.default_rng(), secrets): draw by torch."
+        )

@@ -8,6 +8,7 @@ position beyond the length.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,7 +28,7 @@ from dpshard.verification.company import Others, verify_company, verify_other_ra
 from dpshard.verification.gradients import verify_gradients
 from dpshard.verification.kept import objective_of, rows_kept, statistic_error, statistics_kept
 from dpshard.verification.lengths import verify_lengths
-from dpshard.verification.memory import others_of, verify_memory
+from dpshard.verification.memory import Counters, others_of, verify_memory
 from dpshard.verification.objectives import Loss, objectives
 from dpshard.verification.packed import pick_units, shuffled, verify_packed
 from dpshard.verification.repeated_call import RepeatedCall, RunFailedError, is_compared
@@ -38,6 +39,13 @@ from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 ENOUGH = 4
 """Samples of a thorough verification."""
+
+_COUNTED = (
+    "{}: every forward changes this, and its output with it, as by a count of forwards. Each sample that is drawn may "
+    "add a micro-batch, and so a forward. So epsilon holds if a sample's gradient becomes zero, but not if the sample "
+    "is removed: others then meet other counts. Count steps in the loop, or take one micro-batch per step "
+    "(micro_batch_size >= max_batch_size)."
+)
 
 Moment = tuple[int, int | None, int]
 """Step, number of the micro-batch (None in a user's own loop), and of all."""
@@ -55,14 +63,17 @@ class Verifier:
         secret: Callable[[], bytes],
         *,
         mean: bool,
+        moved: bool,
     ) -> None:
-        self._sharding, self._ranks, self._clipper = sharding, ranks, clipper
+        """Take `moved` for: without one sample, others may be in other micro-batches."""
+        self._sharding, self._ranks, self._clipper, self._moved = sharding, ranks, clipper, moved
         self._moment, self._secret, self._mean = moment, secret, mean
         # (kind, dimensions of size 1): most samples verified.
         self._kinds: dict[tuple[Any, Any], int] = {}
         self._steps: set[tuple[int, Any]] = set()
         self._watch = Watch()
         self._owed = False
+        self._counted = ""  # paths that count forwards, and change outputs
         self._last: tuple[Replay, Run] | None = None
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
@@ -84,6 +95,9 @@ class Verifier:
             self.verify(replay, run, None, thorough=thorough)
             self._kinds[sized] = max(self._kinds.get(sized, 0), run.rows)
             self._owed = False
+        if self._counted and self._moment()[2] > 1:
+            warnings.warn(_COUNTED.format(self._counted), stacklevel=2)
+            self._counted, self._moved = "", False  # once
         self._last = (replay, run)
 
     def before_release(self) -> None:
@@ -156,9 +170,9 @@ class Verifier:
             del kept, kept_alone
             # With an outlier, company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
-            counters = (
-                verify_memory(repeated, others_of(repeated), thorough=thorough) if thorough or not gradients else set()
-            )
+            counters = Counters()
+            if thorough or not gradients:
+                counters = verify_memory(repeated, others_of(repeated), thorough=thorough)
             if thorough:
                 verify_other_ranks(repeated, self._ranks.rank, self._ranks.world_size)
             found = [loss.of] if loss is not None else objectives(together, alone, chosen, mean=self._mean)
@@ -170,7 +184,7 @@ class Verifier:
             repeated.draws = AS_DRAWN
             if self._watch.lengths_vary and not self._meets(replay, run) and run.rows_per_unit == 1:
                 verify_lengths(repeated)
-        self._watch.accept(replay.parameters.model, counters)
+        self._accept(replay, counters)
 
     def _verify_packed(
         self, replay: Replay, run: PackedRun, loss: Loss | None, random: np.random.Generator, *, thorough: bool
@@ -189,7 +203,12 @@ class Verifier:
             repeated.draws = AS_DRAWN
             others = [run.with_contents(chosen[:1], shuffled)]
             counters = verify_memory(repeated, others, thorough=thorough)
-        self._watch.accept(replay.parameters.model, counters)
+        self._accept(replay, counters)
+
+    def _accept(self, replay: Replay, counters: Counters) -> None:
+        if self._moved and counters.decide:
+            self._counted = ", ".join(sorted(counters.paths))
+        self._watch.accept(replay.parameters.model, counters.paths)
 
     def _compare_gradients(
         self, repeated: RepeatedCall, found: Any, random: np.random.Generator, *, thorough: bool

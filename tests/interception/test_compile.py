@@ -186,6 +186,14 @@ def test_every_family_of_rules(family):
     assert relative_error(update, expected) <= TOLERANCE
 
 
+def test_a_parameter_that_forward_spreads_over_samples():
+    torch.manual_seed(0)
+    model, x = Use(lambda m, x: x * m.w.tanh()[None].expand(len(x), -1), before=4, w=randn(4)).double(), randn(B, 4)
+    expected = clipped_mean(per_sample_gradients(model, (x,)), max_grad_norm=R, batch_size=B)
+    update = private_step(in_place(model, "aot_eager"), (x,), max_grad_norm=R)
+    assert relative_error(update, expected) <= TOLERANCE
+
+
 @pytest.mark.exhaustive
 def test_tables():
     torch.manual_seed(0)

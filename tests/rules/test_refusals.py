@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._higher_order_ops import while_loop
 
 from dpshard.errors import BatchLayoutError, UnsupportedParameterError, VerificationError
 from tests.oracle import Use, noise_free_engine, randn
@@ -173,6 +174,22 @@ def test_an_error_of_the_model_itself_stays_what_it_is():
     noise_free_engine(model, batch_size=B)
     with pytest.raises(IndexError, match="index out of range"):
         model(torch.full((B, T), 7))
+
+
+CONTROL_FLOW = {
+    "cond": lambda m, x: torch.cond(x.sum() > 0, lambda x: x * m.w, lambda x: x.sin(), (x,)),
+    "while_loop": lambda m, x: while_loop(
+        lambda i, _: i < 2, lambda i, x: (i + 1, x * m.w), (torch.tensor(0), x.clone())
+    )[1],
+}
+
+
+@pytest.mark.parametrize("flow", CONTROL_FLOW)
+def test_parameters_within_control_flow_of_torch_are_refused(flow):
+    model = Use(CONTROL_FLOW[flow], before=D, w=randn(D)).double()
+    noise_free_engine(model, batch_size=B)
+    with pytest.raises(UnsupportedParameterError, match=r"^Use: torch\.cond, .* uses a parameter"):
+        model(randn(B, D))
 
 
 def needs_two(m, x):
