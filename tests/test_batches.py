@@ -249,7 +249,8 @@ def test_a_schedule_calibrated_to_a_target_spends_it_and_stops():
     )
     train(engine, model)
     assert 1.97 < engine.epsilon() <= 2.0
-    assert list(engine.batches(TensorDataset(*DATA), 3)) == []
+    with pytest.warns(UserWarning, match=r"all 8 steps of the run are taken"):
+        assert list(engine.batches(TensorDataset(*DATA), 3)) == []
     F.cross_entropy(model(DATA[0][:3]), DATA[1][:3]).backward()
     with pytest.raises(BudgetExceededError, match=r"Step 9 .*target_epsilon=2"):
         engine.privatize()
@@ -439,7 +440,8 @@ def test_a_loop_that_was_left_goes_on_with_the_next_step():
     whole = train(engine_on(other), other)
     assert [drawn for part in parts for drawn, _ in part] == [drawn for drawn, _ in whole]
     assert engine.step == 12
-    assert train(engine, model) == []
+    with pytest.warns(UserWarning, match="all 12 steps"):
+        assert train(engine, model) == []
 
 
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
@@ -462,7 +464,8 @@ def test_the_end_of_a_run():
     model = mlp()
     engine = engine_on(model, steps=2)
     assert len(train(engine, model)) == 2
-    assert list(engine.batches(TensorDataset(*DATA), 3)) == []
+    with pytest.warns(UserWarning, match="all 2 steps of the run are taken.*leave out the loop over epochs"):
+        assert list(engine.batches(TensorDataset(*DATA), 3)) == []
     assert engine.step == engine.steps == 2
 
 

@@ -61,7 +61,7 @@ def require_model(model: Any) -> None:
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"model is of type {type(model).__name__}, not a torch.nn.Module. Pass the module to train. "
-            f"(replace_unsupported(model) changes the model in place, and returns a list of the changes.)"
+            f"(replace_unsupported(model) changes the model in place, and returns only the changes.)"
         )
     for engine in list(_engines):
         owned = engine.internals.owned()

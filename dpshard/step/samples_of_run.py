@@ -7,6 +7,7 @@ sampling/participation.py). Another kind of source could repeat samples too earl
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -64,6 +65,7 @@ class SamplesOfRun:
         self._source: str | None = None
         self.fed = OwnLoopRows() if fixed else None
         """Of an own loop, in a fixed order."""
+        self._begun = False
 
     def load(
         self,
@@ -92,6 +94,7 @@ class SamplesOfRun:
         self, begin: Callable[[], tuple[bytes, range]], micro_batch_size: int | None, **how: Any
     ) -> Iterator[MicroBatchPlan]:
         secret, steps = begin()
+        self._warn_of_end(steps)
         if self._taken is not None:
             self._taken.drop()
             self._require("indices")
@@ -99,6 +102,15 @@ class SamplesOfRun:
         of_units = {"rows_per_unit": self._mechanism.rows_per_unit}
         sampler = sampler_of(self._mechanism, secret)
         yield from plan_steps(sampler, secret, steps, micro_batch_size, **ranks, **of_units, **how)
+
+    def _warn_of_end(self, steps: range) -> None:
+        if self._begun and not steps:  # a finished run that resumes has no epochs to loop over
+            warnings.warn(
+                f"engine.batches() yields nothing, because all {steps.stop} steps of the run are taken. One call "
+                f"yields all epochs: leave out the loop over epochs.",
+                stacklevel=2,
+            )
+        self._begun = True
 
     def _stream(
         self,
@@ -130,6 +142,7 @@ class SamplesOfRun:
 
         def loaded() -> Iterator[tuple[MicroBatchPlan, Any]]:
             _, steps = begin()
+            self._warn_of_end(steps)
             batches = zip(steps, read.batches(steps.start), strict=False)
             yield from load_stream(batches, plan, rows_per_unit=K, collate_fn=collate_fn)
 

@@ -291,7 +291,8 @@ def _failure(group: ClippingGroup, worst: str, exact: Tensor, found: Tensor, cau
     return VerificationError(
         f"{worst} (clipping group {group.label!r}): the gradients of {len(exact)} samples together differ from those "
         f"of each sample alone. Norms alone: {_list(exact)}; together: {_list(found)}. Likely causes: (1) A function "
-        f"mixes the samples of a batch (BatchNorm, a contrastive, token-mean or load-balancing loss). For tokens, "
+        f"mixes the samples of a batch (BatchNorm, a contrastive, token-mean or load-balancing loss). Class weights "
+        f"do: take reduction='none' and the mean. For tokens, "
         f"dpshard.losses.sample_losses takes each sample's own mean. (2) The reduction of the loss is not the "
         f"loss_reduction given to the engine. (3) The batch dimension is not dimension 0 of the inputs. (4) Random "
         f"numbers per row do not come from torch.rand, torch.randn or dropout (NumPy, torch.multinomial). (5) A "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.errors import VerificationError
+from dpshard.errors import ConfigurationError, VerificationError
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,32 @@ class Loss:
         index = torch.tensor(list(samples), device="cpu")
         picked = [t.index_select(0, index.to(t.device)) for t in self.targets]
         return self.loss_fn(output, *(picked if self.rows_per_unit == 1 else [t.flatten(0, 1) for t in picked]))
+
+
+def require_targets(targets: Sequence[Any], rows: int) -> None:
+    """Raise ConfigurationError unless each of `targets` is a tensor of `rows` rows."""
+    for number, target in enumerate(targets):
+        if not isinstance(target, Tensor) or target.dim() == 0 or len(target) != rows:
+            found = f"shape {list(target.shape)}" if isinstance(target, Tensor) else f"type {type(target).__name__}"
+            raise ConfigurationError(
+                f"targets[{number}] has {found}, but the inputs have {rows} rows. Pass a tensor with a row for each of "
+                f"them, or a tuple of such tensors: engine.verify(x, loss_fn=F.cross_entropy, targets=y)."
+            )
+
+
+def warn_of_blind_rows(targets: Sequence[Tensor], samples: int) -> None:
+    """Warn if a loss that mixes samples may look on these rows like one that does not."""
+    alike = [y for y in targets if y.dim() == 1 and not y.is_floating_point() and bool((y == y[0]).all())]
+    if samples == 1:
+        cause = "One sample does not show whether a loss mixes samples. Pass several."
+    elif alike:
+        cause = (
+            f"All rows have the target {alike[0][0]}, so class weights that mix samples do not show. Pass rows of "
+            f"several classes."
+        )
+    else:
+        return
+    warnings.warn(f"engine.verify: {cause}", stacklevel=4)
 
 
 NOTHING_TO_TRAIN = (

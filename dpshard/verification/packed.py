@@ -25,7 +25,7 @@ from dpshard.verification.gradients import (
     verify_norms_and_sums,
 )
 from dpshard.verification.kept import objective_of, statistics_kept
-from dpshard.verification.objectives import NOTHING_TO_TRAIN, Loss, Objective
+from dpshard.verification.objectives import NOTHING_TO_TRAIN, Loss, Objective, require_targets, warn_of_blind_rows
 from dpshard.verification.repeated_call import RepeatedCall, RunFailedError
 from dpshard.verification.samples import OUTLIER
 from dpshard.verification.tolerances import largest_differences, row_bounds, tolerance_across_sizes
@@ -56,6 +56,8 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
     """Return a user's loss for a run."""
     if isinstance(run, PackedRun):
         return PackedLoss(loss_fn, targets, run=run)
+    require_targets(targets, run.rows * run.rows_per_unit)
+    warn_of_blind_rows(targets, run.rows)
     return Loss(loss_fn, tuple(by_unit(t, 0, run.rows_per_unit) for t in targets), run.rows_per_unit)
 
 

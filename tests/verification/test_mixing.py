@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dpshard.errors import UnsupportedParameterError, VerificationError
+from dpshard.errors import ConfigurationError, UnsupportedParameterError, VerificationError
 from tests.verification.models import (
     MIXERS,
     REFUSED,
@@ -104,6 +104,28 @@ def test_a_token_mean_loss_handed_in_is_caught():
     engine.verify(ids, loss_fn=loss(sample_mean), targets=labels)
     with pytest.raises(VerificationError, match="token-mean or load-balancing loss"):
         engine.verify(ids, loss_fn=loss(token_mean), targets=(labels,))
+
+
+def weighted(scores, y):
+    return F.cross_entropy(scores, y, weight=torch.tensor([1.0, 5.0, 25.0]))
+
+
+def test_class_weights_are_caught_and_rows_on_which_they_do_not_show_are_told():
+    engine, x = engine_on(nn.Linear(D, 3)), normal(B, D)
+    with pytest.raises(VerificationError, match="Class weights do"):
+        engine.verify(x, loss_fn=weighted, targets=torch.arange(B) % 3)
+    with pytest.warns(UserWarning, match="All rows have the target 2"):
+        engine.verify(x, loss_fn=weighted, targets=torch.full((B,), 2))
+    with pytest.warns(UserWarning, match="One sample does not show"):
+        engine.verify(x[:1], loss_fn=weighted, targets=torch.tensor([1]))
+
+
+@pytest.mark.parametrize(
+    "targets", [torch.zeros(B - 1).long(), torch.tensor(0), list(range(B))], ids=["7", "0-dim", "list"]
+)
+def test_targets_without_a_row_for_each_input_are_refused(targets):
+    with pytest.raises(ConfigurationError, match=r"targets\[0\] has .*, but the inputs have \d rows"):
+        engine_on(nn.Linear(D, 3)).verify(normal(B, D), loss_fn=F.cross_entropy, targets=targets)
 
 
 @pytest.mark.parametrize("handed_in", [True, False])

@@ -16,6 +16,7 @@ from dpshard.config import AccountantName, ClippingStyle, NoiseName, SamplingNam
 from dpshard.errors import ConfigurationError
 
 TEXT_COLUMN = "text"
+LABEL_COLUMN = "label"
 
 MODELS = ("auto", "mlp", "linear", "cnn", "vit", "gpt", "gpt2", "bert", "text")
 
@@ -30,7 +31,7 @@ class TrainSettings:
     task: Literal["digits", "pydoc", "data"] = "digits"
     data: str | None = None
     text_column: str = TEXT_COLUMN
-    label_column: str = "label"
+    label_column: str = LABEL_COLUMN
     group_column: str | None = None
     rows_per_unit: int | None = None
     objective: Literal["next", "masked"] = "next"

@@ -24,7 +24,7 @@ from dpshard.accounting.releases import Counts
 from dpshard.applications.cli.data import Data, Kind, parts, splits, tokens, unlabelled
 from dpshard.applications.cli.formats import BALANCED, parse_weights, read_yaml
 from dpshard.applications.cli.run_folder import intact
-from dpshard.applications.cli.settings import TEXT_COLUMN, TrainSettings
+from dpshard.applications.cli.settings import LABEL_COLUMN, TEXT_COLUMN, TrainSettings
 from dpshard.applications.tabular import Classes, Column, Encoder, Numbers, fit_privately, noise_for, parse_columns
 from dpshard.applications.tabular.columns import cell_name
 from dpshard.applications.tabular.encoding import listed, numbers_of
@@ -93,7 +93,8 @@ def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) 
         return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
     if label in frame.columns and not named:
         return _encoded(frame, source, settings, groups, agree)
-    missing = repr(text) if named else f"{text!r} or {label!r}"
+    labelled = label != LABEL_COLUMN
+    missing = repr(text) if named else repr(label) if labelled else f"{text!r} or {label!r}"
     semicolons = " Are its columns separated by semicolons? Write commas." if ";" in frame.columns[0] else ""
     raise DataError(
         f"{source} has no column {missing}, but {listed(frame)}: name the columns with "
