@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
@@ -17,6 +17,11 @@ from dpshard.interception.packed import TokenGrid
 from dpshard.interception.protocols import Exchange
 from dpshard.interception.region_facts import facts_of
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
+
+_BEGIN = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoint, f"{_BEGIN}_impl"):  # torch 2.14
+    _BEGIN += "_impl"
+"""The function of torch that begins a checkpoint, in which its first argument runs again."""
 
 
 @dataclass(slots=True)
@@ -79,7 +84,7 @@ class ActiveForward:
         self, mode: InterceptionMode, repeat: Callable[[], AbstractContextManager[Any]] | None = None
     ) -> Iterator[None]:
         """Enter `mode` for a forward. Checkpoints in it repeat in `repeat`: a function is no call of a module."""
-        before, begin = (self.running, self.mode), checkpoint._checkpoint_without_reentrant_generator
+        before, begin = (self.running, self.mode), getattr(checkpoint, _BEGIN)
         self.running, self.mode = True, mode
         if repeat is not None:
 
@@ -90,13 +95,13 @@ class ActiveForward:
 
                 return begin(again, *args, **kwargs)
 
-            checkpoint._checkpoint_without_reentrant_generator = cast(Any, begin_in_mode)
+            setattr(checkpoint, _BEGIN, begin_in_mode)
         try:
             with mode:
                 yield
         finally:
             self.running, self.mode = before
-            checkpoint._checkpoint_without_reentrant_generator = begin
+            setattr(checkpoint, _BEGIN, begin)
 
     def innermost(self) -> InterceptionMode | None:
         """Return the mode of the next call, also after a graph break."""
