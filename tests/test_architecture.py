@@ -65,6 +65,16 @@ def test_the_house_has_at_most_ten_loose_modules() -> None:
     assert len(loose) <= 10, loose
 
 
+ROOMS = sorted(file for file in LIBRARY.glob("*/__init__.py"))
+
+
+@pytest.mark.parametrize("room", ROOMS, ids=lambda file: file.parent.name)
+def test_a_room_says_where_to_begin_and_what_it_may_import(room: Path) -> None:
+    told = ast.get_docstring(ast.parse(room.read_text("utf-8"))) or ""
+    assert re.search(r"[Bb]egin with", told)
+    assert re.search(r"\bmay\s+import\b", told, re.IGNORECASE)
+
+
 def misnamed(function: ast.FunctionDef) -> bool:
     """require_x raises unless x, refuse_x raises if x, and the docstring says so; `check` says neither."""
     verb = re.match(r"_*(require|refuse|check|checked)(_|$)", function.name)

@@ -1,6 +1,6 @@
 """Redirect every torch function that uses a trainable parameter to its rule.
 
-Begin with `forward.py`; docs/architecture.md lists all files. Not for users.
+Begin with `forward.py`; docs/architecture.md lists all files. May import `clipping`, `rules` and below. Not for users.
 """
 
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws

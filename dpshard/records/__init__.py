@@ -1,4 +1,7 @@
-"""Records: facts about the gradient of one parameter after one use of it. Begin with `record.py`."""
+"""Records: facts about the gradient of one parameter after one use of it. Begin with `record.py`.
+
+May import `randomness`, `kernels` and below. Not for users.
+"""
 
 from dpshard.records.bundle import Bundle, Small, bundles, is_small, pays_to_join, small_bytes
 from dpshard.records.convolution import Convolution

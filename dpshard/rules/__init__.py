@@ -1,6 +1,7 @@
 """Rules: for each torch function, how a use of a trainable parameter becomes records.
 
 Import new files below, so that `@rule` registers their rules. Not for users. Begin with `call.py`, then `linear.py`.
+May import `records` and below.
 """
 
 from dpshard.rules import (
