@@ -67,7 +67,7 @@ class Tape:
 
     @property
     def unfinished(self) -> str | None:
-        """Why the samples do not count whole, if they do not."""
+        """Reason why the micro-batch is incomplete, or None."""
         return HALFWAY if self.aborted else self.forwards.unfinished(inputs_suffice=self.is_padding_B is None)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:

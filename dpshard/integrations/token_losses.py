@@ -53,7 +53,7 @@ def learn_shift(model: nn.Module, inputs: Mapping[str, Any]) -> bool:
     one["labels"] = labels[:1].clamp(min=0)  # no label is ignored
     model.eval()
     with torch.no_grad():
-        # Likeliest classes, except at the first position, make both variants differ.
+        # Labels: the likeliest class, but the least likely one at position 0. So the two losses differ.
         _, rest = _loss_and_rest(model(**one))
         logits = logits_of(rest, one["labels"])
         one["labels"] = logits.argmax(-1)

@@ -17,7 +17,7 @@ from dpshard.noise.workloads import Workload
 KINDS = {"banded-inverse": BandedInverse, "band-mf": BandMF}
 
 AROUND = (1 / 4, 1 / 2, 1, 2, 4)
-"""Bands of `auto` over epsilon sqrt(steps) / epochs (McKenna et al. 2024, arXiv:2405.15913)."""
+"""`auto` tries these multiples of epsilon sqrt(steps) / epochs as bands (McKenna et al. 2024, arXiv:2405.15913)."""
 
 
 def parse(

@@ -71,7 +71,7 @@ class Memory:
 
 @dataclass(slots=True)
 class MemoryLog:
-    """Changes of storages, whose parts become known late."""
+    """Changes of memory. Which part a storage belongs to may become known after its change."""
 
     entries: list[tuple[Memory | None, int]] = field(default_factory=list)
     """Additional bytes; None is an event."""

@@ -63,7 +63,8 @@ def _ghost_norm_sq(
 ):
     """Write the sum of a tile of the Gram product, and of the roots of its diagonal.
 
-    The triangle of tiles is a rectangle: a short line (0-based `short`) and a long one are side by side.
+    Two lines of the triangle of tiles, line `short` and its counterpart, have constant length. Side by side, such
+    pairs fill a rectangle of programs.
     """
     pid = tl.program_id(0)
     width = tiles + 1 - tiles % 2
