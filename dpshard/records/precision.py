@@ -25,9 +25,24 @@ def exact_products(device: torch.device) -> AbstractContextManager[Any]:
     return _exact(device, "matmul", _legacy_matmul)
 
 
-def exact_convolutions(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block with IEEE convolutions of float32."""
-    return _exact(device, "conv", _legacy_convolution)
+@contextmanager
+def exact_convolutions(device: torch.device) -> Iterator[None]:
+    """Enter a block with IEEE convolutions of float32, which give the same bits in every run."""
+    with _exact(device, "conv", _legacy_convolution), _repeatable() if device.type == "cuda" else nullcontext():
+        yield
+
+
+@contextmanager
+def _repeatable() -> Iterator[None]:
+    # Other bits in a repeated step would make a second release of it. Timing chooses other algorithms in other runs.
+    before = torch._C._get_cudnn_deterministic(), torch._C._get_cudnn_benchmark()
+    torch._C._set_cudnn_deterministic(True)
+    torch._C._set_cudnn_benchmark(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_deterministic(before[0])
+        torch._C._set_cudnn_benchmark(before[1])
 
 
 def _exact(device: torch.device, operation: str, legacy: Callable[[], Any]) -> AbstractContextManager[Any]:

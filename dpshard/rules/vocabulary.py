@@ -17,6 +17,7 @@ from torch import Tensor
 from dpshard.losses.chunked import token_losses
 from dpshard.losses.head import Head, Positions, head_of, positions_of, without_autocast, written_weights_error
 from dpshard.records import HeadRecord, Record, checksum, gram
+from dpshard.records.precision import exact_products
 from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
@@ -86,7 +87,8 @@ def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
 
 def _losses(hidden_BTD: Tensor, labels_BT: Tensor, head: Head, *, compare: bool) -> tuple[Tensor, Positions]:
     compare = compare and hidden_BTD.shape[1] <= _GRAM_PAYS * hidden_BTD.shape[2]
-    with torch.no_grad(), without_autocast(hidden_BTD.device):
+    # As the clipped sum repeats these products; see [Note: Why not TF32] in records/precision.py.
+    with torch.no_grad(), without_autocast(hidden_BTD.device), exact_products(hidden_BTD.device):
         at = positions_of(
             head, hidden_BTD.detach(), labels_BT, pull=hidden_BTD.requires_grad, gram=gram if compare else None
         )

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard import PrivacyEngine
+from dpshard.losses import chunked_cross_entropy
 from dpshard.records.precision import exact_convolutions, exact_products
+from dpshard.rules import vocabulary
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -26,6 +28,14 @@ def restored():
     torch.backends.mkldnn.conv.fp32_precision = convolution
 
 
+class Head(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 9, bias=False)
+
+    def forward(self, hidden, labels):
+        return chunked_cross_entropy(hidden, self.weight, labels)
+
+
 @pytest.mark.parametrize("precision", ["highest", "high", "medium"])
 def test_products_are_exact_within_and_as_they_were_behind(precision):
     torch.set_float32_matmul_precision(precision)
@@ -37,6 +47,36 @@ def test_products_are_exact_within_and_as_they_were_behind(precision):
         assert torch.get_float32_matmul_precision() == "highest" or precision == "highest"
         assert not torch._C._get_cudnn_allow_tf32()  # the older switch agrees, or kernels would raise
     assert settings() == before
+
+
+def test_convolutions_on_a_gpu_repeat_their_bits(monkeypatch):
+    cudnn = torch.backends.cudnn
+    monkeypatch.setattr(cudnn, "benchmark", True)
+    with exact_convolutions(CPU):
+        assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
+    with exact_convolutions(CUDA):
+        assert (cudnn.deterministic, cudnn.benchmark) == (True, False)
+    assert (cudnn.deterministic, cudnn.benchmark) == (False, True)
+
+
+def test_the_head_of_a_chunked_loss_is_measured_in_exact_products(monkeypatch):
+    """The clipped sum repeats the products of the forward; TF32 in one of them would change the norm alone."""
+    torch.set_float32_matmul_precision("medium")
+    positions_of, seen = vocabulary.positions_of, []
+
+    def watched(*args, **kwargs):
+        seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+        return positions_of(*args, **kwargs)
+
+    monkeypatch.setattr(vocabulary, "positions_of", watched)
+    model = Head()
+    engine = PrivacyEngine(model, batch_size=4, sample_size=8, steps=1, noise_multiplier=1.0, verify=False)
+    with pytest.warns(UserWarning, match="own batches"):
+        model(torch.randn(4, 3, 6), torch.zeros(4, 3).long()).mean().backward()
+    engine.detach()
+    assert seen
+    assert set(seen) <= {"ieee", "none"}
+    assert torch.backends.mkldnn.matmul.fp32_precision == "bf16"
 
 
 @pytest.mark.parametrize("clipping_style", ["all-layer", "layer-wise"])
