@@ -104,6 +104,7 @@ class PrivateTraining(L.Callback):
             raise ConfigurationError(
                 "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
             )
+        _require_undivided(trainer)  # a callback may have changed it
         optimizer: Any = trainer.optimizers[0]
         optimizer.zero_grad()
         output = None
@@ -175,11 +176,7 @@ def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
             "automatic_optimization=False: create a PrivacyEngine in the module's own loop, and iterate over "
             "engine.batches(...)."
         )
-    if trainer.accumulate_grad_batches != 1:
-        raise ConfigurationError(
-            "accumulate_grad_batches divides losses before gradients are clipped: leave it at 1. The loader's "
-            "batch_size is the logical batch; set micro_batch_size to rows that fit into memory."
-        )
+    _require_undivided(trainer)
     if trainer.world_size > 1 or not isinstance(trainer.strategy, SingleDeviceStrategy):
         raise ConfigurationError(
             f"{type(trainer.strategy).__name__} on {trainer.world_size} devices: this callback trains on one device. "
@@ -187,6 +184,14 @@ def _require_supported(trainer: L.Trainer, module: L.LightningModule) -> None:
         )
     if trainer.max_steps <= 0 and (trainer.max_epochs or -1) < 0:
         raise ConfigurationError("max_epochs=-1: a private run has a fixed length. Give max_epochs or max_steps.")
+
+
+def _require_undivided(trainer: L.Trainer) -> None:
+    if trainer.accumulate_grad_batches != 1:
+        raise ConfigurationError(
+            "accumulate_grad_batches divides losses before gradients are clipped: leave it at 1. The loader's "
+            "batch_size is the logical batch; set micro_batch_size to rows that fit into memory."
+        )
 
 
 def _random_states() -> dict[str, Any]:

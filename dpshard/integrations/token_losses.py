@@ -18,8 +18,11 @@ OWN_LOSS = (
 
 
 def uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with one token in the first sample, so that a mean over tokens shows."""
-    if labels.dim() < 2 or labels.is_floating_point():
+    """Return `labels` with one token in the first sample, so that a mean over tokens shows.
+
+    Labels without -100 stay: the loss may ignore another number, and refuse this one.
+    """
+    if labels.dim() < 2 or labels.is_floating_point() or not bool((labels == -100).any()):
         return labels
     uneven = labels.clone()
     first = uneven[0].view(-1)

@@ -25,6 +25,7 @@ from dpshard.config import refuse_units
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import CheckpointError, ConfigurationError, EngineInUseError
 from dpshard.integrations.accelerate import require_supported, shard_on_cpu
+from dpshard.integrations.given_losses import GivenLoss
 from dpshard.integrations.packed_documents import CollatedDocuments, packing_of, refuse_packed
 from dpshard.integrations.token_losses import OWN_LOSS, learn_shift, logits_of, token_losses, uneven
 from dpshard.losses import packed_cross_entropy
@@ -101,6 +102,7 @@ class _Private(ShardsOnCPU):
         self._expected = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
         self._resumed_from: str | None = None
         self._verified = False
+        self._given: GivenLoss | None = None
         self._shift: bool | None = None
         self._losses_B: Tensor | None = None
         # By name: some trainers have another second argument.
@@ -201,6 +203,10 @@ class _Private(ShardsOnCPU):
         if getattr(getattr(bare, "config", None), "is_encoder_decoder", False) and "decoder_input_ids" not in inputs:
             inputs["decoder_input_ids"] = bare.prepare_decoder_input_ids_from_labels(labels=labels)
         loss, outputs = self._verified_loss(model, inputs, loss_fn, (labels,), (uneven(labels),))
+        if self.compute_loss_func is not None and self._privacy.get("verify", True):  # type: ignore[attr-defined]
+            assert self.engine is not None
+            self._given = self._given or GivenLoss(loss_fn)
+            self._given.require_mean(outputs, labels, self.engine.step)
         return (loss, outputs) if return_outputs else loss
 
     def _verified_loss(

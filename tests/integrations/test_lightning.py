@@ -183,6 +183,16 @@ def test_what_is_not_private_is_refused(options, message, tmp_path, monkeypatch)
             dist.destroy_process_group()
 
 
+@pytest.mark.filterwarnings("ignore:When using `Trainer")
+def test_accumulation_that_begins_later_is_refused(tmp_path):
+    """Lightning divides the loss of the last micro-batch only, so a gradient would depend on its place."""
+    private = private_training()
+    later = L.pytorch.callbacks.GradientAccumulationScheduler({1: 2})
+    with pytest.raises(ConfigurationError, match="accumulate_grad_batches"):
+        fit(private, Classifier(), tmp_path, callbacks=[private, later])
+    assert private.engine.step == 5  # the first epoch
+
+
 def test_a_module_with_a_loop_of_its_own_is_refused(tmp_path):
     module = Classifier()
     module.automatic_optimization = False

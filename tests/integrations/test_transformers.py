@@ -435,6 +435,87 @@ def test_a_given_loss_that_mixes_samples_is_found_out(tmp_path):
         trainer_of(Pooled(), tmp_path, max_steps=1, compute_loss_func=token_mean).train()
 
 
+class Pictures(torch.utils.data.Dataset):
+    """Samples of class 0, except the last."""
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, i):
+        return {"x": torch.full((3,), float(i % 5)), "labels": int(i == N - 1)}
+
+
+class Scores(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Linear(3, 2)
+
+    def forward(self, x, labels=None):
+        return {"logits": self.head(x)}
+
+
+def class_weighted(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels, weight=torch.tensor([1.0, 10.0]))
+
+
+def one_class_ignored(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"], labels, ignore_index=1)
+
+
+def class_weighted_apart(outputs, labels, num_items_in_batch=None):
+    weights = torch.tensor([1.0, 10.0])[labels]
+    return (F.cross_entropy(outputs["logits"], labels, reduction="none") * weights).mean()
+
+
+@pytest.mark.parametrize("loss", [class_weighted, one_class_ignored, class_weighted_apart])
+def test_a_given_loss_is_compared_when_a_new_label_comes(loss, tmp_path):
+    """The first micro-batch seldom has the rare label that shows the divisor. One sample then counts several times."""
+    trainer = PrivateTrainer(
+        Scores(),
+        arguments(tmp_path, max_steps=12),
+        train_dataset=Pictures(),
+        compute_loss_func=loss,
+        privacy={"noise_multiplier": 0.0},
+    )
+    trainer.add_callback(Secret(trainer))  # the rare sample is not in the first micro-batch
+    if loss is class_weighted_apart:
+        trainer.train()
+        assert trainer.engine.step == 12
+        return
+    with pytest.raises(VerificationError, match="compute_loss_func gives"):
+        trainer.train()
+
+
+class Pixels(Pictures):
+    """Images of three pixels with a class each; the last image has pixels of no class, 255."""
+
+    def __getitem__(self, i):
+        labels = torch.tensor([0, 255, 255] if i == N - 1 else [0, 1, i % 2])
+        return {"x": torch.eye(3) * (i % 5), "labels": labels}
+
+
+def pixel_mean(outputs, labels, num_items_in_batch=None):
+    return F.cross_entropy(outputs["logits"].mT, labels, ignore_index=255)
+
+
+def mean_of_image_means(outputs, labels, num_items_in_batch=None):
+    losses = F.cross_entropy(outputs["logits"].mT, labels, ignore_index=255, reduction="none")
+    return (losses.sum(1) / (labels != 255).sum(1)).mean()
+
+
+@pytest.mark.parametrize("loss", [pixel_mean, mean_of_image_means])
+def test_a_given_loss_may_ignore_a_label_of_its_own(loss, tmp_path):
+    """Verification uses -100 only if the labels have it."""
+    options = {"train_dataset": Pixels(), "compute_loss_func": loss, "privacy": {"noise_multiplier": 0.0}}
+    trainer = PrivateTrainer(Scores(), arguments(tmp_path, max_steps=12), **options)
+    trainer.add_callback(Secret(trainer))
+    if loss is mean_of_image_means:
+        trainer.train()
+        return
+    with pytest.raises(VerificationError, match="compute_loss_func gives"):
+        trainer.train()
+
+
 def test_labels_that_do_not_fit_the_logits_ask_for_a_loss(tmp_path):
     """For example labels of an image's patches, with logits of the whole image."""
     with pytest.raises(
