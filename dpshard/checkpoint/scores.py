@@ -5,6 +5,9 @@ by at most 1. K scores, each with noise sqrt(K) sigma, cost exactly one Gaussian
 Source: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a validation sample for the
 scores. A person with both pays both: then `earlier` is a part of the run.
 
+Scores are on a grid, because the last bits of float64 noise may reveal the number: a tiny score of full precision can
+only come from 0 right answers.
+
 Two scores of one step would be two releases. So a score is drawn under a lock on the file, after a look at what it
 holds. Ranks need not share a disk, so only rank 0 draws.
 """
@@ -30,6 +33,9 @@ from dpshard.checkpoint.disk import why
 from dpshard.config import is_count, require_delta, require_positive
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.randomness import RandomSource, new_run_secret
+
+GRID = 2.0**-10
+"""Of noisy numbers of right answers."""
 
 
 class PrivateScores:
@@ -106,7 +112,7 @@ class PrivateScores:
                 f"larger count=."
             )
         [normal] = next(RandomSource(new_run_secret()).normals(1, np.float64))
-        score = (right + self.noise * float(normal)) / self._samples
+        score = round((right + self.noise * float(normal)) / GRID) * GRID / self._samples
         self._append(file, {"step": step, "score": score})
         return score
 
