@@ -246,6 +246,11 @@ class PrivacyEngine:
         return self._budget.ledger.steps
 
     @property
+    def releases(self) -> int:
+        """Number of counted releases: also of steps that were taken again, or are still to be."""
+        return self._budget.ledger.releases
+
+    @property
     def thresholds(self) -> dict[str, float]:
         """Threshold R_m of each clipping group in the next step, by label; epsilon covers adaptive ones."""
         return {group.label: group.threshold for group in self._clipper.groups}
