@@ -28,7 +28,7 @@ import numpy as np
 import torch.distributed as dist
 
 from dpshard.accounting import calibrate_release, compute_epsilon, rounded_up
-from dpshard.accounting.releases import Counts
+from dpshard.accounting.releases import Counts, in_figures
 from dpshard.checkpoint.disk import why
 from dpshard.config import is_count, require_delta, require_positive
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
@@ -123,9 +123,10 @@ class PrivateScores:
     def statement(self) -> str:
         """Return the guarantee of validation samples in one sentence."""
         return (
-            f"epsilon = {rounded_up(self.epsilon())} at delta = {self._delta:g} for one validation sample of M = "
-            f"{self._samples}, add-or-remove-one neighbours (zero-out at fixed M), {self._count} noisy counts of right "
-            f"answers (accountant: pld; noise: Gaussian from AES-256); training samples have the guarantee of the run"
+            f"epsilon = {rounded_up(self.epsilon())} at delta = {in_figures(self._delta)} for one validation sample of "
+            f"M = {self._samples}, add-or-remove-one neighbours (zero-out at fixed M), {self._count} noisy counts of "
+            f"right answers (accountant: pld; noise: Gaussian from AES-256); training samples have the guarantee of "
+            f"the run"
         )
 
     @contextmanager
