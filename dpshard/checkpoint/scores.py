@@ -5,7 +5,7 @@ by at most 1. K scores, each with noise sqrt(K) sigma, cost exactly one Gaussian
 Source: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a validation sample for the
 scores. A person with both pays both: then `earlier` is a part of the run.
 
-Scores are on a grid, because the last bits of float64 noise may reveal the number: a tiny score of full precision can
+Scores are on a grid, because the last bits of float64 noise may reveal the number. A tiny score of full precision can
 only come from 0 right answers.
 
 Two scores of one step would be two releases. So a score is drawn under a lock on the file, after a look at what it

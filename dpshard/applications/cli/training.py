@@ -270,7 +270,7 @@ class TrainingProgress(Progress):
             self.console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
-        if self._engine.releases > self._engine.step:  # the plan has each step once
+        if self._engine.internals.has_extra_releases:
             return self._engine.epsilon()
         mechanism, every = self._engine.mechanism, self._evaluate_every
         releases = mechanism.releases(math.ceil(step / every) * every)

@@ -49,7 +49,7 @@ class IAccountant:
         return {"history": self.history, "mechanism": self.mechanism()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load steps; ConfigurationError for another accountant's, or counts that are none."""
+        """Load steps; ConfigurationError for another accountant's, or an impossible count."""
         if state_dict.get("mechanism") != self.mechanism():
             raise ConfigurationError(
                 f"The state is that of {state_dict.get('mechanism')!r}; this accountant is {self.mechanism()!r}. "
