@@ -208,7 +208,7 @@ class PrivacyEngine:
         )
         self._collector, self._clipper = collector, collector.clipper
         sharding, clipper = self._backend.sharding, collector.clipper
-        self.internals = Internals(self._backend, collector)
+        self.internals = Internals(self._backend, collector, self._budget.ledger)
         self._thresholds = Thresholds(clipper) if adaptive is None else TrackedThresholds(clipper, adaptive)
         ranks, secret = self._backend.communicator, lambda: self._secret
         moved = self.mechanism.sampling == "poisson" and self.mechanism.max_batch_size is None

@@ -10,7 +10,7 @@ from typing import Any
 
 from dpshard.accounting.bounds import bound_of, epsilon_of, require_accountant, require_supported
 from dpshard.accounting.calibration import largest_that_fits
-from dpshard.accounting.releases import Counts, Relation, Release, relation_of, rounded_up
+from dpshard.accounting.releases import Counts, Relation, Release, in_figures, relation_of, rounded_up
 from dpshard.accounting.sampling_schemes import SamplingScheme, cost_of
 from dpshard.accounting.spans import Span, append, cost, first_missing
 from dpshard.config import AccountantName
@@ -168,7 +168,7 @@ class PrivacyLedger:
         unit = "one sample" if rows_per_unit == 1 else f"one unit of up to {rows_per_unit} rows,"
         unit = f"{unit} of N = {sizes}" if sizes else unit
         return (
-            f"epsilon = {rounded_up(bound.epsilon)} at delta = {delta:g} for {unit}, "
+            f"epsilon = {rounded_up(bound.epsilon)} at delta = {in_figures(delta)} for {unit}, "
             f"{self._sampled(relation_of(released))} (accountant: {self.accountant}{note}{source})"
         )
 

@@ -123,6 +123,12 @@ def relation_of(releases: Iterable[Release]) -> Relation:
     return "replace-special" if capped else "add-or-remove-one"
 
 
+def in_figures(value: float) -> str:
+    """Return `value` to 6 figures, or in full if these are less."""
+    shown = f"{value:g}"
+    return shown if float(shown) >= value else repr(float(value))
+
+
 def rounded_up(value: float, digits: int = 4) -> str:
     """Return `value` rounded up to `digits` decimals, or a small one to `digits` figures."""
     if not math.isfinite(value):

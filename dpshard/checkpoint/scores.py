@@ -5,6 +5,9 @@ by at most 1. K scores, each with noise sqrt(K) sigma, cost exactly one Gaussian
 Source: Dong et al. 2019, arXiv:1905.02383, Cor. 3.3. A training sample pays for the run, a validation sample for the
 scores. A person with both pays both: then `earlier` is a part of the run.
 
+Scores are on a grid, because the last bits of float64 noise may reveal the number. A tiny score of full precision can
+only come from 0 right answers.
+
 Two scores of one step would be two releases. So a score is drawn under a lock on the file, after a look at what it
 holds. Ranks need not share a disk, so only rank 0 draws.
 """
@@ -25,11 +28,14 @@ import numpy as np
 import torch.distributed as dist
 
 from dpshard.accounting import calibrate_release, compute_epsilon, rounded_up
-from dpshard.accounting.releases import Counts
+from dpshard.accounting.releases import Counts, in_figures
 from dpshard.checkpoint.disk import why
 from dpshard.config import is_count, require_delta, require_positive
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.randomness import RandomSource, new_run_secret
+
+GRID = 2.0**-10
+"""Of noisy numbers of right answers."""
 
 
 class PrivateScores:
@@ -106,7 +112,7 @@ class PrivateScores:
                 f"larger count=."
             )
         [normal] = next(RandomSource(new_run_secret()).normals(1, np.float64))
-        score = (right + self.noise * float(normal)) / self._samples
+        score = round((right + self.noise * float(normal)) / GRID) * GRID / self._samples
         self._append(file, {"step": step, "score": score})
         return score
 
@@ -117,9 +123,10 @@ class PrivateScores:
     def statement(self) -> str:
         """Return the guarantee of validation samples in one sentence."""
         return (
-            f"epsilon = {rounded_up(self.epsilon())} at delta = {self._delta:g} for one validation sample of M = "
-            f"{self._samples}, add-or-remove-one neighbours (zero-out at fixed M), {self._count} noisy counts of right "
-            f"answers (accountant: pld; noise: Gaussian from AES-256); training samples have the guarantee of the run"
+            f"epsilon = {rounded_up(self.epsilon())} at delta = {in_figures(self._delta)} for one validation sample of "
+            f"M = {self._samples}, add-or-remove-one neighbours (zero-out at fixed M), {self._count} noisy counts of "
+            f"right answers (accountant: pld; noise: Gaussian from AES-256); training samples have the guarantee of "
+            f"the run"
         )
 
     @contextmanager

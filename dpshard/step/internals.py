@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
+from dpshard.accounting import PrivacyLedger
 from dpshard.backends import Backend, require_one_training
 from dpshard.step.collector import Collector
 
@@ -20,9 +21,14 @@ NoteRelease = Callable[[int, bytes], Callable[[], object]]
 class Internals:
     """Parameters, gradients and releases of an engine."""
 
-    def __init__(self, backend: Backend, collector: Collector) -> None:
-        self._backend, self._collector = backend, collector
+    def __init__(self, backend: Backend, collector: Collector, ledger: PrivacyLedger) -> None:
+        self._backend, self._collector, self._ledger = backend, collector, ledger
         self._notes: list[NoteRelease] = []
+
+    @property
+    def has_extra_releases(self) -> bool:
+        """True if steps were taken again, or are counted ahead: the run costs more than its first steps."""
+        return self._ledger.releases > self._ledger.steps
 
     def owned(self) -> set[Tensor]:
         """Private parameters, and their stand-ins."""

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dpshard.accounting import PrivacyLedger, Release, rounded_up
+from dpshard.accounting.releases import in_figures
 from dpshard.errors import ConfigurationError
 
 
@@ -55,3 +56,12 @@ def test_the_relation_of_a_plan_is_that_of_its_releases(cap):
     ledger = PrivacyLedger()
     ledger.record(Release(1.0, 0.1, 100, cap))
     assert ledger.relation == ("add-or-remove-one" if cap is None else "replace-special")
+
+
+@pytest.mark.parametrize("samples", [300, 1100, 42_061, 60_000, 346_000_000])
+def test_a_statement_shows_no_smaller_delta_than_it_holds_at(samples):
+    """1 / 2200 to 6 figures is 0.000454545, which is less."""
+    delta = 1 / (2 * samples)
+    shown = PrivacyLedger().statement(delta).split("at delta = ")[1].split()[0]
+    assert delta <= float(shown) <= delta * (1 + 1e-5)
+    assert (in_figures(1e-5), in_figures(0.25)) == ("1e-05", "0.25")

@@ -47,6 +47,14 @@ def test_a_right_answer_more_moves_a_score_by_one_over_m(tmp_path, monkeypatch):
     assert other.score(7, 31) - one.score(7, 30) == pytest.approx(1 / 50, abs=1e-12)
 
 
+def test_the_last_bits_of_a_score_do_not_tell_no_right_answer_from_one(make):
+    """In full precision, 4% of the scores of 0 right answers (epsilon = 1) are no sum of 1 and a double."""
+    scores = make(samples=256, count=40)
+    noisy = [256 * scores.score(step, 0) for step in range(40)]
+    assert all((1024 * x).is_integer() for x in noisy)
+    assert len(set(noisy)) > 30
+
+
 def test_more_scores_than_paid_for_are_refused(make):
     scores = make(count=2)
     first = scores.score(10, 900)

@@ -543,6 +543,17 @@ def test_accountants_alone_have_the_figures_of_the_ledger():
             accountants.GaussianAccountant().load_state_dict(accountant.state_dict())
 
 
+def test_equal_entries_of_a_saved_history_add_up():
+    """Opacus's history has an entry for each change: 1000 steps, one of other noise, 1000 like the first ones."""
+    whole, split = accountants.RDPAccountant(), accountants.RDPAccountant()
+    whole.load_state_dict({"history": [(1.0, 0.01, 2000), (2.0, 0.01, 1)], "mechanism": "rdp"})
+    split.load_state_dict({"history": [(1.0, 0.01, 1000), (2.0, 0.01, 1), (1.0, 0.01, 1000)], "mechanism": "rdp"})
+    assert len(split) == 2001
+    assert split.get_epsilon(1e-5) == whole.get_epsilon(1e-5)
+    with pytest.raises(ConfigurationError, match="no number of steps"):
+        split.load_state_dict({"history": [(1.0, 0.01, -1000)], "mechanism": "rdp"})
+
+
 @pytest.mark.parametrize("name", ["rdp", "prv", "gdp"])
 def test_accountants_by_name(name):
     assert accountants.create_accountant(name).mechanism() == name

@@ -24,7 +24,7 @@ from dpshard.accounting import (
     rounded_up,
     steps_for_epsilon,
 )
-from dpshard.accounting.releases import Counts
+from dpshard.accounting.releases import Counts, in_figures
 from dpshard.applications.cli import console, correlated, plots
 from dpshard.applications.cli.formats import NEIGHBOURS, parse_phases, to_json
 from dpshard.applications.cli.options import described
@@ -268,7 +268,8 @@ def _table(plan: Plan, answers: Sequence[Answer]) -> Table:
     size = " then ".join(f"{size:,}" for size, _ in phases)
     sampling = "Poisson" if run.sampling == "poisson" else run.sampling
     table = Table(
-        title=f"N = {run.sample_size:,}, batch {size} ({sampling}), δ = {plan.target_delta:g}", title_justify="left"
+        title=f"N = {run.sample_size:,}, batch {size} ({sampling}), δ = {in_figures(plan.target_delta)}",
+        title_justify="left",
     )
     columns = {"epsilon": "ε", "noise_multiplier": "σ", "steps": "steps"}
     table.add_column("accountant")
@@ -340,7 +341,7 @@ def draw(plan: Plan, answers: Sequence[Answer], path: Path) -> None:
         if plan.target_epsilon is not None:
             ax.axhline(plan.target_epsilon, color="0.4", linewidth=1, linestyle="--", label="budget")
         length = f"of {plan.mechanism.schedule.steps:,} steps " if over_sigma else ""
-        ax.set_title(f"ε {length}at δ = {plan.target_delta:g}")
+        ax.set_title(f"ε {length}at δ = {in_figures(plan.target_delta)}")
         ax.set_xlabel("noise multiplier σ" if over_sigma else "steps")
         ax.set_ylim(bottom=0)
         ax.legend()

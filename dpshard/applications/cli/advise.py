@@ -11,6 +11,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
+from dpshard.accounting import rounded_up
 from dpshard.applications.cli import console, plots
 from dpshard.applications.cli.options import described
 from dpshard.applications.cli.run_folder import write_json
@@ -97,7 +98,7 @@ def _start(advice: Advice) -> Iterator[tuple[str, str]]:
     yield "learning rate", f"{advice.learning_rate:g}, {advice.lr_schedule}"
     yield "model", f"{advice.model}{', public weights' if advice.pretrained else ''}"
     yield "trains", advice.trains
-    yield "noise", f"σ = {advice.noise_multiplier:.4g}, from the budget"
+    yield "noise", f"σ = {rounded_up(advice.noise_multiplier)}, from the budget"
 
 
 def _hours(advice: Advice, epochs: float) -> float | None:
@@ -112,7 +113,7 @@ def _trade_offs(advice: Advice) -> Table:
         table.add_column(name, justify="right")
     for row in advice.trade_offs:
         hours = [] if (time := _hours(advice, row.epochs)) is None else [f"{time:.3g}"]
-        noise = f"{row.noise_multiplier:.4g}", f"{row.noise_per_batch:.3g}", f"{row.relative_noise:.2f}"
+        noise = rounded_up(row.noise_multiplier), f"{row.noise_per_batch:.3g}", f"{row.relative_noise:.2f}"
         style = "bold green" if row.batch_size == advice.batch_size else ""
         table.add_row(f"{row.batch_size:,}", *noise, f"{row.epochs:.3g}", *hours, style=style)
     table.caption = "The least has all samples in every batch."

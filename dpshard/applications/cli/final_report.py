@@ -14,6 +14,7 @@ from rich.table import Table
 
 import dpshard
 from dpshard.accounting import rounded_up
+from dpshard.accounting.releases import in_figures
 from dpshard.accounting.risk import profile
 from dpshard.applications.cli.formats import NEIGHBOURS
 from dpshard.applications.cli.run_folder import RunFolder, write_atomically, write_json
@@ -101,7 +102,7 @@ def rendered(name: str, filters: Mapping[str, Any] | None = None, **values: Any)
         autoescape=lambda template: template == "report.html.jinja",
         undefined=jinja2.StrictUndefined,
     )
-    environment.filters |= {"f": format, "up": rounded_up, **(filters or {})}
+    environment.filters |= {"f": format, "up": rounded_up, "figures": in_figures, **(filters or {})}
     try:
         return environment.get_template(f"report.{name}.jinja").render(neighbours=NEIGHBOURS, **values)
     except jinja2.UndefinedError as error:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from dpshard.accounting import rounded_up
+from dpshard.accounting.releases import in_figures
 from dpshard.applications.cli import console
 from dpshard.applications.cli.run_folder import write_json
 
@@ -133,7 +135,8 @@ def print_run(plan: Plan, costs: RunCosts) -> None:
     run = costs.run
     console.out.print(
         f"\n{run.steps:,} steps of {run.batch_size:,} of {run.sample_size:,} samples: sigma "
-        f"{costs.noise_multiplier:.4g}, epsilon {costs.epsilon:.3f} at delta {run.target_delta:g}, sigma / batch "
+        f"{rounded_up(costs.noise_multiplier)}, epsilon {rounded_up(costs.epsilon)} at delta "
+        f"{in_figures(run.target_delta)}, sigma / batch "
         f"{costs.noise_multiplier / run.batch_size:.3g}."
     )
     names = ("", "micro-batch", "micro-batches", "padding", "s a step", "GPU-hours")

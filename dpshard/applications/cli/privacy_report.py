@@ -15,6 +15,7 @@ from typing import Annotated, Any
 import typer
 
 from dpshard.accounting import rounded_up
+from dpshard.accounting.releases import in_figures
 from dpshard.accounting.risk import RARELY, Pair, belief, found_records, mostly_below, rarely_above, right_guesses
 from dpshard.applications.cli import console, plots, provenance
 from dpshard.applications.cli.audit import attacks
@@ -160,8 +161,8 @@ def odds(privacy: Mapping[str, Any]) -> dict[str, float]:
 
 
 def plain(value: float) -> str:
-    """Return `value` as lay readers know it: 0.00001."""
-    return f"{Decimal(f'{value:.6g}'):f}"
+    """Return `value` as lay readers know it: 0.00001. It is never rounded down."""
+    return f"{Decimal(in_figures(value)):f}"
 
 
 def short(value: float, digits: int = 4) -> str:

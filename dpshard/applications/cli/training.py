@@ -270,6 +270,8 @@ class TrainingProgress(Progress):
             self.console.print("  ".join(line))
 
     def _bound(self, step: int) -> float:
+        if self._engine.internals.has_extra_releases:
+            return self._engine.epsilon()
         mechanism, every = self._engine.mechanism, self._evaluate_every
         releases = mechanism.releases(math.ceil(step / every) * every)
         return epsilon_of(releases, mechanism.target_delta, mechanism.accountant)

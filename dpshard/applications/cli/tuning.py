@@ -38,7 +38,7 @@ from dpshard.accounting import (
     rounded_up,
 )
 from dpshard.accounting.composition import logarithmic_stop
-from dpshard.accounting.releases import Counts, Release
+from dpshard.accounting.releases import Counts, Release, in_figures
 from dpshard.applications.cli import provenance
 from dpshard.applications.cli.data import Data, Kind
 from dpshard.applications.cli.fitting import fit, mechanism
@@ -316,7 +316,7 @@ def statement(plan: Plan) -> str:
     unit = "one sample" if group is None else f"one {group}, with all rows,"
     scored = "" if plan.score_noise is None else ", of noisy scores on validation samples, which it covers, too"
     return (
-        f"epsilon = {rounded_up(plan.epsilon)} at delta = {plan.target_delta:g} for {unit} of N = {samples}, "
+        f"epsilon = {rounded_up(plan.epsilon)} at delta = {in_figures(plan.target_delta)} for {unit} of N = {samples}, "
         f"{relation} neighbours (zero-out at fixed N), for the best of a secret number of runs "
         f"({plan.distribution}, mean {plan.mean_runs:g}) among {len(plan.candidates)} candidates{scored} "
         f"(accountant: rdp, Papernot and Steinke 2022)"

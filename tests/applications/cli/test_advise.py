@@ -200,6 +200,7 @@ def test_the_table_the_picture_and_json_show_the_advice(dpshard, tabular, tmp_pa
     said = dpshard("advise", *arguments).stdout
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert json.loads(figures.read_text())["batch_size"] == tabular.batch_size
+    assert float(said.split("σ = ")[1].split(",")[0]) >= tabular.noise_multiplier
     assert tabular.command() in said
     assert tabular.code() in said
     for reason in tabular.reasons:

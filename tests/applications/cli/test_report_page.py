@@ -173,6 +173,11 @@ def test_two_records_of_a_person():
     assert (privacy_report.short(6.0), privacy_report.plain(1e-5)) == ("6", "0.00001")
 
 
+@pytest.mark.parametrize("epsilon", [100.0003, 123.45111, 250.00011, 12345.6111])
+def test_a_large_epsilon_is_not_rounded_down(epsilon):
+    assert float(privacy_report.short(epsilon)) >= epsilon
+
+
 @pytest.mark.parametrize(
     ("finished", "public", "shown"),
     [

@@ -97,6 +97,18 @@ def test_an_epsilon_on_the_screen_is_never_below_what_is_spent(run, tmp_path, mo
     assert float(TrainingProgress(Console(), run.engine, 2).tasks[0].fields["epsilon"]) >= run.engine.epsilon()
 
 
+@pytest.mark.filterwarnings("ignore:Step . was released before")
+def test_an_epsilon_on_the_screen_counts_releases_that_the_plan_lacks(run):
+    """As after a crash: the journal has a further step, or the step was taken twice."""
+    engine, state = run.engine, run.engine.state_dict()
+    engine.load_state_dict(state, released=2)
+    progress = TrainingProgress(Console(), engine, 1)
+    for logical_batch in engine.batches(run.data.train, 16):
+        run.take_step(logical_batch)
+        progress.show({"step": engine.step, "realised_batch_size": 40, "loss": 1.0})
+        assert float(progress.tasks[0].fields["epsilon"].strip("≤ ")) >= engine.epsilon()
+
+
 def test_the_learning_rate_falls_to_zero_along_a_cosine(run):
     rates = []
     for logical_batch in run.engine.batches(run.data.train, 16):

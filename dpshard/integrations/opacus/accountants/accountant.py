@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Any, ClassVar
 
 from dpshard.accounting import Release, epsilon_of
-from dpshard.config import AccountantName, require_choice
+from dpshard.config import AccountantName, is_count, require_choice
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 
@@ -49,13 +49,18 @@ class IAccountant:
         return {"history": self.history, "mechanism": self.mechanism()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load steps; ConfigurationError for another accountant's."""
+        """Load steps; ConfigurationError for another accountant's, or an impossible count."""
         if state_dict.get("mechanism") != self.mechanism():
             raise ConfigurationError(
                 f"The state is that of {state_dict.get('mechanism')!r}; this accountant is {self.mechanism()!r}. "
                 f"Load it into the accountant that saved it."
             )
-        self._counts = Counter({Release(sigma, q, sample_size=1): count for sigma, q, count in state_dict["history"]})
+        counts: Counter[Release] = Counter()
+        for sigma, q, count in state_dict["history"]:  # Opacus begins an entry at every change: some are equal
+            if not is_count(count):
+                raise ConfigurationError(f"history: {count!r} is no number of steps. Load a state that was saved.")
+            counts[Release(sigma, q, sample_size=1)] += count
+        self._counts = counts
 
 
 class RDPAccountant(IAccountant):
