@@ -146,9 +146,11 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
     if search is not None:
         require_search(accountant)
     runs = (counts,) if search is None else (counts, *search.others)
-    for release, _ in sum(runs, ()):
+    for release, steps in sum(runs, ()):
+        if steps != int(steps) or steps < 0:
+            raise ConfigurationError(f"{steps!r} releases: a count is a whole number of at least 0.")
         require_supported(release, accountant)
-    if not counts:
+    if not any(runs):
         return Bound(0.0, accountant)
     if any(release.noise_multiplier == 0 for release, _ in sum(runs, ())):
         return Bound(math.inf, accountant)

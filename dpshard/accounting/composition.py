@@ -146,8 +146,8 @@ def _curve(counts: Counts, orders: tuple[float, ...]) -> Any:
 
 def searched(counts: Counts, delta: float, search: Search) -> float:
     """Return epsilon of the outcome of `search`; a run releases `counts`, or one of `search.others`."""
-    candidates = (counts, *search.others)
-    orders = tuple(order for order in _orders(sum(candidates, ())) if order > 1)
+    candidates = [candidate for candidate in (counts, *search.others) if candidate]
+    orders = tuple(order for order in _orders(sum(candidates, start=())) if order > 1)
     worst = np.max([_curve(candidate, orders) for candidate in candidates], axis=0)
     return float(compute_epsilon_of_rdp(orders, _outcome(search, orders, worst).tolist(), delta)[0])
 

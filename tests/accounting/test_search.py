@@ -10,7 +10,7 @@ from dp_accounting.dp_event import RepeatAndSelectDpEvent
 from dp_accounting.rdp import RdpAccountant
 from scipy import stats
 
-from dpshard.accounting import Search
+from dpshard.accounting import Search, compute_epsilon
 from dpshard.errors import AccountingError, ConfigurationError
 from tests.accounting.ledgers import run_epsilon, run_of, run_sigma, run_steps
 
@@ -85,6 +85,15 @@ def test_a_search_over_noise_or_batches_costs_its_worst_candidate():
     # Neither is the worst at every order, so both together cost more than either.
     assert epsilon(*mild, [wide]) == epsilon(*wide, [mild]) >= max(epsilon(*mild), epsilon(*wide))
     assert epsilon(*mild, [(256, 1000, 0.0)]) == np.inf
+    idle = compute_epsilon((), DELTA, "rdp", Search(10, others=(candidate(*mild),)))
+    assert idle == epsilon(*mild)  # the first candidate releases nothing
+
+
+@pytest.mark.parametrize("steps", [-1, 1.5])
+def test_a_count_that_is_none_is_refused(steps):
+    ((release, _),) = run_of([(256, 10)], noise_multiplier=1.0, sample_size=1000).releases()
+    with pytest.raises(ConfigurationError, match="a count is a whole number"):
+        compute_epsilon(((release, steps),), DELTA)
 
 
 def test_noise_and_steps_keep_a_search_within_its_budget():
