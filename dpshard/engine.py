@@ -64,8 +64,8 @@ class PrivacyEngine:
     """Makes the training of `model` differentially private: clips each sample's gradient, adds noise, counts epsilon.
 
     Any optimizer gets (sum_i C_i g_i + noise) / batch_size, one logical batch per step. g_i is the gradient of sample
-    i's own loss, C_i its clipping factor. By default, the noise has standard deviation noise_multiplier *
-    max_grad_norm. `gradient_noise_std` is the actual one, after the division.
+    i's own loss, C_i its clip coefficient. By default, the noise has standard deviation noise_multiplier *
+    max_grad_norm. `gradient_noise_std` is the actual standard deviation, after the division.
 
     Args:
         model: The module to train. Wrap it (torch.compile, checkpointing) and freeze parameters before.
@@ -81,7 +81,7 @@ class PrivacyEngine:
             or a ClippingFunction.
         clipping_style: Parameters that share a norm: "all-layer", "layer-wise", "block-wise", "param-wise", or lists of
             names. Each of M groups has the threshold max_grad_norm / sqrt(M).
-        clipping_mode: How norms are computed: time and memory, never the result (docs/guide.md).
+        clipping_mode: Method for norms. It changes time and memory, never the result (docs/guide.md).
         accountant: "pld" (tightest), "rdp", or "gdp" (may under-state epsilon).
         loss_reduction: "mean" or "sum" over the rows of the micro-batch.
         rows_per_unit: Adjacent rows K of a unit (a patient, a user, a pair); all sizes count units. A unit's gradient
@@ -180,7 +180,7 @@ class PrivacyEngine:
     def _begin(self, *, verify: bool, clipping_mode: str, allow_overspend: bool) -> None:
         self.model, self._verify = self._backend.sharding.outermost, verify
         facts = {field.name: getattr(self.mechanism, field.name) for field in fields(self.mechanism)}
-        # Found coefficients may differ with scipy, and noise with them.
+        # Optimised coefficients may depend on the version of scipy, and the noise depends on them.
         facts["coefficients"] = self.mechanism.correlation.coefficients
         choices = {"clipping_mode": clipping_mode, "verify": verify, "may_exceed_budget": allow_overspend}
         self._backend.require_agreement(facts | choices)
@@ -293,15 +293,15 @@ class PrivacyEngine:
     ) -> Iterator[LogicalBatch]:
         """Yield the remaining logical batches of the run, sampled from `dataset`, from `engine.step` on.
 
-        Each is an iterable of micro-batches of `micro_batch_size` samples (None: one); padding contributes exactly 0.
-        Call `optimizer.step()` after each, also after an empty one. Loops that sort, shuffle or augment rows need
-        `pad=False`: smaller last micro-batches, or one padding row if none was drawn. `packing` packs documents into
-        rows; `micro_batch_size` is then the largest number of documents. `steps` requests another number of logical
-        batches. A step beyond the budget raises BudgetExceededError, or warns with on_budget="continue". DataLoader
-        defines the other arguments.
+        Each is an iterable of micro-batches of `micro_batch_size` samples (None: a single micro-batch); padding
+        contributes exactly 0. Call `optimizer.step()` after each, also after an empty one. Loops that sort, shuffle or
+        augment rows need `pad=False`: smaller last micro-batches, or one padding row if none was drawn. `packing` packs
+        documents into rows; `micro_batch_size` is then the largest number of documents. `steps` requests another number
+        of logical batches. A step beyond the budget raises BudgetExceededError, or warns with on_budget="continue".
+        DataLoader defines the other arguments.
 
-        All ranks begin together, with the same whole data set in one order; DataError if known rows differ. Raises
-        DataError for a data set that is empty, not map-style, or not of `sample_size`. With sampling="fixed-order",
+        All ranks begin together, with the same whole data set in one order. Raises DataError if known rows differ, and
+        for a data set that is empty, not map-style, or not of `sample_size`. With sampling="fixed-order",
         `dataset` may be an IterableDataset. Each epoch yields the same `sample_size` different samples in one order.
         num_workers is then at most 1.
         """
@@ -323,7 +323,7 @@ class PrivacyEngine:
         return self._secret, range(self.step, self.steps if steps is None else self.step + steps)
 
     def packed(self, unit_ids: Tensor, units: int) -> AbstractContextManager[None]:
-        """Return a block in which your own loop feeds packed rows [R, T]; forwards and `verify` belong in it.
+        """Return a context in which your own loop feeds packed rows [R, T]; forwards and `verify` belong in it.
 
         `unit_ids` [R, T] or [T]: the unit of every token, 0, 1, ..., and -1 for padding; see `dpshard.packed_unit_ids`.
         `units`: the largest number of units in a micro-batch, public; the divisor of a mean loss. Raises
@@ -349,7 +349,7 @@ class PrivacyEngine:
         step, mechanism = self.step, self.mechanism
         sigma, batch_size = mechanism.noise_multiplier, mechanism.schedule[step]
         z_std = self._thresholds.gradient_noise(sigma) * mechanism.sensitivity
-        # Everything that gets noise, and how much: see [Note: Equal sums, equal noise].
+        # All sums that get noise, and its scale: see [Note: Equal sums, equal noise].
         digest = collector.complete_sums(self._noise.digest(self._secret).part)
         sums = (step, *digest, z_std.hex(), *self._thresholds.counts(collector))
         of_step = self._noise.of_step(self._secret, step, sums)
@@ -406,7 +406,7 @@ class PrivacyEngine:
         optimizer_hook.unregister(self)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ledger, step, run secret and mechanism, as plain values: as secret as the data."""
+        """Return ledger, step, run secret and mechanism, as plain values. They are as secret as the data."""
         return checkpoint.pack(
             self.mechanism,
             self._secret,

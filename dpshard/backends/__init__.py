@@ -1,6 +1,6 @@
 """Back-ends: where parameters, gradients and noise live. Begin with `backend.py`.
 
-Noise meets a rank's shards in `privatize` of its `GradientStore` (`grad_store.py`, `deepspeed/gradients.py`). It calls
+`privatize` of a `GradientStore` adds the noise to a rank's shards (`grad_store.py`, `deepspeed/gradients.py`). It calls
 `release_` of `noise/keyed.py`. May import `clipping`, `noise` and below.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["Backend", "choose", "processes", "refuse_later_group", "require_one_
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:
-    """Back-end for the wrapper of `model`, or ConfigurationError; for the other arguments see PrivacyEngine."""
+    """Return the back-end for the wrapper of `model`; PrivacyEngine explains the other arguments."""
     require_known_group(model_parallel_group, model_parallel_parts)
     keep_linear()
     declared: DeclaredParts | None = None

@@ -23,7 +23,7 @@ from dpshard.noise.keyed import SumShard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Backend:
-    """The four roles for one model."""
+    """The four roles of one model: communicator, sharding, reduction and gradient store."""
 
     layout: str
     communicator: Communicator
@@ -42,12 +42,12 @@ class Backend:
 
     @property
     def counting_ranks(self) -> Communicator:
-        """Ranks whose figures add up: stages have their own."""
+        """Ranks whose figures add up. Each stage has figures of its own."""
         return self.data_ranks if self.stages is None else self.communicator
 
     @property
     def counts(self) -> bool:
-        """True if this rank counts its samples, which all stages have."""
+        """True if this rank counts its samples. All stages have the same, so only the first counts them."""
         return self.stages is None or self.stages.rank == 0
 
     @property
@@ -69,7 +69,7 @@ class Backend:
         return own, self.stages.spanning(groups)
 
     def require_agreement(self, facts: Mapping[str, Any]) -> None:
-        """Raise ConfigurationError unless ranks agree; else batches and noise would differ."""
+        """Raise ConfigurationError unless all ranks have the same facts, which decide batches and noise."""
         own: dict[str, Any] = {"parameters": self.sharding.everywhere, "wrappers": self.layout}
         if self.sharding.parts is not None:
             own["parts of the model"] = self.sharding.parts.facts
@@ -83,12 +83,12 @@ class Backend:
     def complete_sums(
         self, broken: bool, doubts_F: Tensor, digest: Callable[[Sequence[SumShard]], Tensor]
     ) -> tuple[list[int], list[int]]:
-        """Sum over ranks what backward left unsummed, once per logical batch, before the noise.
+        """Complete the sums over ranks, once per logical batch, before the noise.
 
         `broken`: the logical batch is broken on this rank. `doubts_F`: its further objections, int64, 0 for none.
         `digest` returns its shards' contribution to the digest, int64 [L]. Returns `broken` and the largest doubts of
-        all ranks; and the digest, or [] with objections. Raises LogicalBatchError, on all ranks, if a sum was changed
-        after backward, or if ranks gathered other parameters.
+        all ranks; and the digest, or [] with objections. Raise LogicalBatchError, on all ranks, if a sum was changed
+        after backward, or if ranks gathered different parameters.
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()

@@ -1,4 +1,4 @@
-"""The dispatch mode that sees the communication of a forward or backward."""
+"""The dispatch mode that detects communication in a forward or backward."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class CollectiveMode(TorchDispatchMode):
-    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` for DTensors.
+    """Calls `refuse(namespace, operator, in_parts)` for every operator; `in_parts` is True for DTensors.
 
-    Leaves out operators among the ranks of a `known` group, or on DTensors of its mesh. `rows_only`: ranks with samples
+    It allows operators among the ranks of a `known` group, or on DTensors of its mesh. `rows_only`: ranks with samples
     of their own may send each other only whole numbers and rows.
     """
 

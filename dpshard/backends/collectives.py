@@ -25,7 +25,7 @@ _meetings: Counter[str] = Counter()
 
 
 def meet_for_probe(group: dist.ProcessGroup) -> None:
-    """Wait until all ranks begin a probe, which gathers parameters; else BatchLayoutError."""
+    """Wait until all ranks begin a probe, which gathers parameters; raise BatchLayoutError after PATIENCE."""
     store = dist.distributed_c10d._get_default_store()
     ranks = hashlib.sha256(repr(dist.get_process_group_ranks(group)).encode()).hexdigest()
     key = f"dpshard/probe/{ranks}/{_meetings[ranks]}"

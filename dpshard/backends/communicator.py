@@ -17,7 +17,7 @@ from dpshard.backends.collectives import meet_for_probe
 class Communicator:
     """The ranks that share the data of one model; by default, one process.
 
-    All ranks call its methods in one order. `group` is called late, because it creates a process group.
+    All ranks call its methods in one order. `group` is called at first use, because it may create a process group.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Communicator:
 
     @property
     def rank(self) -> int:
-        """This process in the group."""
+        """Rank of this process in the group."""
         return 0 if self.group is None else dist.get_rank(self.group)
 
     def broadcast(self, secret: bytes) -> bytes:
@@ -68,7 +68,7 @@ class Communicator:
         return [name for name, agree in zip(facts, agree_F.tolist(), strict=True) if not agree]
 
     def meet(self) -> None:
-        """See meet_for_probe."""
+        """Wait until all ranks begin a probe, which gathers parameters."""
         if self.group is not None:
             meet_for_probe(self.group)
 

@@ -1,4 +1,4 @@
-"""Tensor beside context parallelism: a model in parts over some ranks, each sample in parts over others.
+"""Tensor and context parallelism together: a model in parts over some ranks, each sample in parts over others.
 
 The ranks of one model are a grid: C groups of T. A rank's record is a term of a part of the sample's gradient. Terms
 over T, of normalisation, are added first, then those over C by a reduce-scatter. Squares of slices add up over C, those
@@ -26,7 +26,7 @@ def placed_parts(
     parameters: Mapping[str, Tensor],
     declared: DeclaredParts | None,
 ) -> ModelParts:
-    """Parts of a model of DTensors; ConfigurationError if the user declares other than terms."""
+    """Return the parts of a model of DTensors; raise ConfigurationError if the user declares other kinds than terms."""
     if declared is None:
         return ModelParts(mesh.get_group(), device, cut, mesh=mesh)
     if wrong := [kind for kind in declared[1].values() if kind != SUM]:
@@ -45,7 +45,7 @@ def placed_as(whole: DTensor, part: Tensor) -> DTensor:
 
 
 class PartsOfTerms(ModelParts):
-    """Ranks of `mesh`, with parts of a model, and of `terms`, with parts of samples."""
+    """The ranks of `mesh` hold parts of a model, those of `terms` hold parts of samples."""
 
     def __init__(self, mesh: DeviceMesh, device: torch.device, cut: Mapping[str, int], terms: ModelParts) -> None:
         super().__init__(mesh.get_group(), device, cut, mesh=mesh)
@@ -53,50 +53,50 @@ class PartsOfTerms(ModelParts):
 
     @property
     def terms(self) -> ModelParts:
-        """See Parts."""
+        """The ranks that each hold a term of a sum."""
         return self._terms
 
     @property
     def axes(self) -> Sequence[ModelParts]:
-        """See ModelParts."""
+        """Dimensions of the grid of these ranks, outermost first."""
         return self._terms, self
 
     @property
     def in_terms(self) -> bool:
-        """See ModelParts."""
+        """True: ranks hold parts of samples."""
         return True
 
     @property
     def facts(self) -> str:
-        """See ModelParts."""
+        """Declarations that ranks must share."""
         return super().facts + self._terms.facts
 
     def agreed(self, numbers: Sequence[int]) -> list[int]:
-        """See ModelParts."""
+        """Return the first rank's numbers."""
         return self._terms.agreed(super().agreed(numbers))
 
     def is_termwise(self, name: str) -> bool:
-        """See Parts."""
+        """Return True if the parameter's records are terms of a sum."""
         return self._terms.is_termwise(name)
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Squared norms [B], bitwise equal on all ranks."""
         return self._terms.over_ranks(super().norm_sq(cut_B, whole_B))
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
-        """See Parts."""
+        """Squared norms [X] of sums over terms, bitwise equal on all ranks."""
         return super().norm_sq(cut_X, whole_X)
 
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return this rank's slices [B, n] of the sums of terms."""
         return self._terms.sliced(name, terms_B)
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Any) -> Tensor | None:
-        """See Parts."""
+        """Return a whole sum, perhaps from slices; all ranks call it."""
         own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         return self._terms.whole_sum(name, total, own)
 
     def over_shards(self, parts: Tensor, same: Tensor) -> Tensor:
-        """See ModelParts."""
+        """Sum a squared norm over all shards."""
         total = super().over_shards(parts, same)
         return self._terms.over_ranks(total) if self._terms.spread else total

@@ -53,7 +53,7 @@ class _Replicated(Unsharded):
 
 
 class DDPReduction(Reduction):
-    """DDP's own Reduction; half-precision sums are reduced in float32, after the last backward."""
+    """Lets DDP reduce. Half-precision sums are reduced in float32, after the last backward."""
 
     def __init__(
         self, model: DistributedDataParallel, sharding: Unsharded, communicator: Communicator, store: DotGradStore
@@ -65,7 +65,7 @@ class DDPReduction(Reduction):
         """Return gradients whose mean over ranks is the sum of the clipped sums."""
         refuse_other_reductions(self._model)
         begins = self._store.begins(self._end)
-        # The end of a pass takes all gradients for the reducer's, so check all first.
+        # At its end, a pass accepts all gradients as the reducer's, so check all at its beginning.
         self._store.require_untouched(self._parameters if begins else names)
         return [self._gradient(name, self._store.whole_sum(name, take(name))) for name in names]
 
@@ -94,7 +94,7 @@ class DDPReduction(Reduction):
         self._guard.note_all(self._parameters)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return a block; DDP reduces only in the last micro-batch."""
+        """Return a context around one micro-batch; DDP reduces only in the last one."""
         return nullcontext() if last else self._model.no_sync()
 
     def runs_everywhere(self, *, last: bool) -> bool:
@@ -102,7 +102,7 @@ class DDPReduction(Reduction):
         return last or self._has_experts
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         return self._store.fault()
 
     @property
@@ -112,7 +112,7 @@ class DDPReduction(Reduction):
 
     @property
     def is_unsummed(self) -> bool:
-        """See Reduction."""
+        """True if `sum_rest` has sums to reduce."""
         return bool(self._half)
 
     def sum_rest(self) -> None:
@@ -154,7 +154,7 @@ def _refuse_reduced_experts(model: DistributedDataParallel, sharding: Unsharded)
 
 
 def refuse_other_reductions(model: DistributedDataParallel) -> None:
-    """Raise ConfigurationError if DDP does not only average."""
+    """Raise ConfigurationError if DDP does more than average gradients."""
     hook = model._get_ddp_logging_data().get("comm_hook")
     if hook:
         raise ConfigurationError(

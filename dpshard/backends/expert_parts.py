@@ -1,8 +1,9 @@
 """Experts on several ranks, each with its own samples: rows travel to the experts' ranks, and return.
 
-An expert's records, norms and factors are of all ranks' W * B samples. A sample's gradient has other elements on each
-rank, so squared norms add up. All ranks get the same factors. An expert's clipped sum is complete on its rank. Rows
-that leave a rank get their samples' numbers plus (rank + 1) * B, lest they are taken for own rows.
+An expert's records, norms and clip coefficients cover the W * B samples of all ranks. Each rank has different elements
+of a sample's gradient, so squared norms add up. All ranks get the same coefficients. An expert's clipped sum is
+complete on its rank. Rows that leave a rank get their samples' numbers plus (rank + 1) * B. So they differ from the
+rows of the other rank.
 """
 
 from __future__ import annotations
@@ -57,21 +58,21 @@ class ExpertParts(ModelParts):
     # --- numbers of samples
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """See Parts: no rank has another's elements or samples."""
+        """Squared norms [B]; no rank has another's elements or samples."""
         return self.over_ranks(cut_B + whole_B)
 
     def pad_to_all(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return [W * B] numbers: `x_B` for the rank's own samples, else 0."""
         all_B = x_B.new_zeros(self.size, len(x_B))
         all_B[self.rank] = x_B
         return all_B.view(-1)
 
     def select_own(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Numbers [B] of the rank's own samples."""
         return x_B.view(self.size, -1)[self.rank]
 
     def gather_samples(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Numbers [W * B] of all ranks' samples."""
         return self.gather(x_B).view(-1)
 
     # --- rows
@@ -79,7 +80,7 @@ class ExpertParts(ModelParts):
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """See Exchange."""
+        """Return the samples of the rows that arrive; None if rows return to a rank that did not send them."""
         arrived = self._sent(sample_N, received, sent)
         sizes = self.gather(torch.tensor([batch_size], device=self.device)).view(-1)
         if bool((sizes != batch_size).any()):
@@ -95,11 +96,11 @@ class ExpertParts(ModelParts):
         return home if bool(((home >= 0) & (home < batch_size)).all()) else None
 
     def sample_count(self, batch_size: int, names: Collection[str]) -> int:
-        """See Exchange."""
+        """Return the number of samples, of one or of all ranks, whose rows meet these parameters."""
         return batch_size * self.size if any(map(self.is_cut, names)) else batch_size
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """See Exchange."""
+        """Return the samples as these parameters' records number them; None for rows that they cannot meet."""
         of_experts = {self.is_cut(name) for name in names}
         if of_experts == {False}:
             return sample_N if sample_N is None or bool((sample_N < batch_size).all()) else None
@@ -108,7 +109,7 @@ class ExpertParts(ModelParts):
 
 
 class ExpertRanks:
-    """All ranks share data and hold experts, or ConfigurationError."""
+    """All ranks, if all share the data and hold experts; else raises ConfigurationError."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         ranks = torch.distributed.get_process_group_ranks

@@ -54,7 +54,7 @@ class GradShards(Protocol):
 class DotGradStore:
     """Keeps clipped sums in `.grad`; those of half-precision parameters in float32, in `wide_sums`.
 
-    Their `.grad` holds zeros, by which the guard sees that a gradient was dropped or changed.
+    Their `.grad` holds zeros, so that the guard detects a dropped or changed gradient.
     """
 
     def __init__(self, sharding: GradShards) -> None:
@@ -70,12 +70,12 @@ class DotGradStore:
     # --- during backward
 
     def whole_sum(self, name: str, total: Tensor | None) -> Tensor | None:
-        """Whole of a clipped sum, perhaps given a slice."""
+        """Return a whole clipped sum; `total` may be this rank's slice of it."""
         parts = self._sharding.parts
         return total if parts is None else parts.whole_sum(name, total, self._parameters[name])
 
     def through_autograd(self, name: str, clipped_sum: Tensor | None, wide_sums: dict[str, Tensor]) -> Tensor | None:
-        """Gradient that adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
+        """Return the gradient by which autograd adds a sum to `.grad`; half-precision sums go to `wide_sums`."""
         parameter = self._parameters[name]
         if clipped_sum is None or not parameter.requires_grad:  # frozen since
             return None
@@ -85,7 +85,7 @@ class DotGradStore:
         return self._guard.expect(name, torch.zeros_like(parameter))
 
     def add_sums(self, names: Iterable[str], take: Take) -> None:
-        """Add whole sums to `.grad` past autograd."""
+        """Add whole sums to `.grad` without autograd."""
         parameters, local, added = self._parameters, self._sharding.local, []
         in_parts = self._sharding.parts is not None
         for name in names:
@@ -106,7 +106,7 @@ class DotGradStore:
             if gradient is not None:
                 gradient.add_(total)
             else:
-                # Counted here: compilers add a reference to a function's arguments.
+                # Counted here, not in a function: compilers add references to its arguments.
                 alone = sys.getrefcount(total) <= _ALONE and total.dtype is parameter.dtype
                 alone = alone and getattr(total, "_use_count")() == 1  # noqa: B009 - torch's own, not among the stubs
                 alone = alone and total.stride() == parameter.stride()
@@ -146,7 +146,7 @@ class DotGradStore:
     def begins(self, ended: Callable[[], object]) -> bool:
         """Return True if a backward pass begins now; `ended` is called at its end.
 
-        Raises LogicalBatchError if a gradient's bits have changed.
+        Raise LogicalBatchError if a gradient's bits have changed.
         """
         begins = self.passes.begins(ended)
         if begins:
@@ -167,9 +167,9 @@ class DotGradStore:
             self._guard.require_untouched(names)
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         try:
-            with torch.no_grad():  # to_local() is an operator otherwise
+            with torch.no_grad():  # otherwise autograd records to_local()
                 self.require_untouched(self._parameters)
                 with self._forgetting():
                     self._guard.compare_bits()
@@ -192,7 +192,7 @@ class DotGradStore:
             raise
 
     def refuse_stale(self) -> None:
-        """See GradientStore."""
+        """Raise LogicalBatchError if an earlier step's gradient remains."""
         for name, parameter in self._parameters.items():
             if parameter.grad is not None and self._guard.holds_anything(name):
                 raise LogicalBatchError(
@@ -204,13 +204,13 @@ class DotGradStore:
     # --- noise
 
     def shards(self) -> list[SumShard]:
-        """See GradientStore."""
+        """Return this rank's sums for the noise."""
         with torch.no_grad():
             self._totals = self._find_totals()
         return [shard for _, shard in self._totals.values()]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """See GradientStore."""
+        """Make the sums private gradients; return their L2 norm [] before noise."""
         local, assign = self._sharding.local, self._sharding.assign
         with torch.no_grad():
             shards = [shard for _, shard in self._totals.values()] or self.shards()
@@ -218,7 +218,7 @@ class DotGradStore:
             for name, (total, _) in self._totals.items():
                 parameter = self._parameters[name]
                 gradient = parameter.grad
-                # Whatever else lies in `.grad` by now has no noise.
+                # Any other tensor in `.grad` by now has no noise.
                 if gradient is not total and (gradient is None or total is not local(gradient)):
                     assign(parameter, total.to(parameter.dtype))
         self._reset()
@@ -232,10 +232,10 @@ class DotGradStore:
         return parts.over_shards(*(release_(some).square().to(parts.device) for some in (cut, same)))
 
     def _find_totals(self) -> dict[str, tuple[Tensor, SumShard]]:
-        """Return this rank's part of the sums, float32 or wider, and as shards; zeros without a gradient.
+        """Return this rank's part of each sum, float32 or wider, and its shard; zeros without a gradient.
 
-        Shards of complex sums are real pairs: both parts get independent noise. Omits frozen parameters without a
-        gradient, because their optimizer would move them.
+        Shards of complex sums are real pairs: both parts get independent noise. Frozen parameters without a
+        gradient are left out, because an optimizer would move them.
         """
         local, wide_sums, unreduced = self._sharding.local, self.wide_sums, self.unreduced
         found: dict[str, tuple[Tensor, SumShard]] = {}
@@ -265,7 +265,7 @@ class DotGradStore:
         """Do nothing: optimizers read `.grad`."""
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """See GradientStore."""
+        """Whole private gradient, if any; all ranks call it, in one order."""
         gradient = self._parameters[name].grad
         return None if gradient is None else self._sharding.unshard(name, gradient)
 
@@ -291,7 +291,7 @@ class DotGradStore:
 
 
 _new = tuple.__new__
-"""Makes a NamedTuple without the Python of its own __new__."""
+"""Makes a NamedTuple without the Python call of its __new__."""
 
 
 def _references() -> int:

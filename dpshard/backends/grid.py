@@ -14,7 +14,7 @@ from dpshard.errors import ConfigurationError, LogicalBatchError
 
 
 class Grid:
-    """All ranks; ConfigurationError if they are no grid."""
+    """All ranks as a grid; raises ConfigurationError if they form none."""
 
     def __init__(self, data: Communicator, parts: ModelParts, everyone: Communicator) -> None:
         self._parts = parts

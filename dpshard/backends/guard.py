@@ -52,13 +52,13 @@ class Guard:
         self._at_once = False  # foreign code runs in backward
         self._watching = True
         self.other_cause = ""
-        """What else may throw sums away, for the user."""
-        # Not an address, which another gradient may reuse.
+        """Another possible cause of lost sums, for the error message."""
+        # Tensors, not addresses, which another gradient may reuse.
         self._expected: dict[str, Tensor] = {}
         self._noted: dict[str, tuple[Tensor, int, int]] = {}
         """`.grad`, its version, and that of this rank's part."""
         self._sealed: dict[str, _Seal] = {}
-        """By name; none until the backward pass ends."""
+        """Checksums by name; none until the backward pass ends."""
         self._unsealed: dict[str, None] = {}  # noted in this backward, without a checksum
         self._sealing = -1
         # A compiled function may call backward; dynamo would trace the callback.
@@ -82,7 +82,7 @@ class Guard:
         return self._handles[-1]
 
     def expect(self, name: str, gradient: Tensor) -> Tensor:
-        """Accept this tensor object."""
+        """Accept only this tensor object as the parameter's next gradient; return it."""
         self._expected[name] = gradient
         return gradient
 
@@ -106,7 +106,7 @@ class Guard:
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Accept plain gradients in a block."""
+        """Return a context that accepts unclipped gradients."""
         before, self._watching = self._watching, False
         try:
             yield
@@ -142,7 +142,7 @@ class Guard:
         fresh = [name for name in self._unsealed if name in self._noted]
         self._unsealed.clear()
         if fresh:
-            with torch.no_grad():  # to_local() is an operator otherwise
+            with torch.no_grad():  # otherwise autograd records to_local()
                 seal = _Seal(*checksums(self._bits(fresh)))
             self._sealed.update(dict.fromkeys(fresh, seal))
 
@@ -166,14 +166,14 @@ class Guard:
         return type(gradient) is Tensor or self._local(gradient)._version == noted[2]
 
     def all_thrown_away(self) -> bool:
-        """Return True after zero_grad(); zeros may be stand-ins."""
+        """Return True if zero_grad() removed all gradients; zeros alone may be stand-ins."""
         empty = not any(self.holds_anything(name) for name in self._parameters)
         return empty and not all(self.is_untouched(name) for name in self._parameters)
 
     def require_untouched(self, names: Collection[str]) -> None:
         """Raise LogicalBatchError unless gradients are untouched, UnsupportedParameterError for foreign hooks."""
         parameters, noted, own, odd = self._parameters, self._noted, self._own, []
-        for name in names:  # no calls for plain gradients as they must be: hundreds of anchors loop here
+        for name in names:  # no calls for ordinary gradients: hundreds of anchors run this loop
             parameter, was = parameters[name], noted.get(name)
             gradient = parameter.grad
             same = was is None
@@ -201,7 +201,7 @@ class Guard:
         self.compare_bits()
 
     def compare_bits(self) -> None:
-        """Compare all gradients with their checksums; LogicalBatchError, later if reading would stall."""
+        """Compare all gradients with their checksums; raise LogicalBatchError now, or later if reading would stall."""
         sealed = self._sealed
         for seal in dict.fromkeys(sealed.values()):
             held = [name for name in seal.names if sealed.get(name) is seal]

@@ -35,7 +35,7 @@ class NoReduction(Reduction):
         self._store = store
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Add the sums to `.grad`; return None for each, because autograd must bring none there."""
+        """Add the sums to `.grad`; return None for each, because autograd must add nothing there."""
         self._store.begins(lambda: None)
         self.add(names, take)
         return [None] * len(names)
@@ -50,12 +50,12 @@ class NoReduction(Reduction):
         return False
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         return self._store.fault()
 
 
 class DirectReduction(NoReduction):
-    """Copies sums of a rank's own elements."""
+    """Adds this rank's part of each sum to `.grad`."""
 
     def add(self, names: Sequence[str], take: Take) -> None:
         """Take the clipped sums."""

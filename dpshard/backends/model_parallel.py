@@ -6,8 +6,8 @@ four signs:
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
 - a forward, or a backward in verification, that communicates or computes on tensors split over ranks (`whole_samples`).
-Not detected: messages outside torch.distributed, and in a branch that uses parameters like another branch. Nor are
-those in the backward of what the loop adds.
+  The engine does not detect messages outside torch.distributed, or in a branch that uses parameters as another branch
+  does. Nor does it detect messages in the backward of operations that the loop adds.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def refuse_foreign_placements(model: nn.Module, own: Collection[int] = ()) -> No
 
 
 class KnownParts(Protocol):
-    """See ModelParts."""
+    """The ranks of one model, as `whole_samples` uses them."""
 
     group: dist.ProcessGroup
     mesh: Any
@@ -141,12 +141,12 @@ class KnownParts(Protocol):
 
     @property
     def axes(self) -> Sequence[KnownParts]:
-        """See ModelParts."""
+        """Dimensions of the grid of these ranks, outermost first."""
         ...
 
 
 def whole_samples(parts: KnownParts | None, block: str = "forward") -> AbstractContextManager[Any]:
-    """Refuse a block that shares samples beyond `parts`, a forward or a backward; see [Note: Parts of a sample]."""
+    """Return a context that refuses to share samples beyond `parts`; see [Note: Parts of a sample]."""
     return nullcontext() if processes() == 1 else _watched(parts, block)
 
 

@@ -1,9 +1,10 @@
 """The ranks that hold the parts of one model. See also [Note: Norms of parts] in clipping/parts.py.
 
 Data ranks share the samples of a logical batch; model ranks share the model. Together they are a grid of all ranks. The
-sampler counts data ranks; secrets, verdicts and digests are those of all ranks. Model ranks add up a norm in one order,
-so its factor is bitwise equal. The digest has the sums of all parts, and whole sums once, so the noise is that of one
-process. Whole sums must have one digest on all model ranks: a gradient of only one is in no other norm.
+sampler divides samples over data ranks; all ranks share secrets, verdicts and digests. Model ranks add up a norm in one
+order, so its clip coefficient is bitwise equal. The digest covers the sums of all parts, and whole sums once, so the
+noise is that of one process. Whole sums must have the same digest on all model ranks. A gradient of only one rank would
+be missing from the norms of the others.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from dpshard.records import as_complex, as_real
 DeclaredParts = tuple[dist.ProcessGroup, Mapping[str, int | str]]
 
 SAME, SUM, SAMPLES = "same", "sum", "samples"
-"""Parameters that every rank holds whole, by their gradient: whole, a term, of own samples."""
+"""Parameters that every rank holds whole. Its gradient is whole, a term of a sum, or that of its own samples."""
 
 
 class Place(NamedTuple):
-    """Where a rank's part lies in the flattened whole; see noise.keyed.SumShard."""
+    """Place of a rank's part in the flattened whole, as in noise.keyed.SumShard."""
 
     start: int = 0
     run: int = 0
@@ -76,7 +77,7 @@ class ModelParts:
 
     @property
     def terms(self) -> ModelParts:
-        """See Parts."""
+        """The ranks that each hold a term of a sum."""
         return self
 
     @property
@@ -106,34 +107,34 @@ class ModelParts:
     # --- samples of all ranks: see clipping.parts and ExpertParts
 
     of_samples = False
-    """See Parts."""
+    """False: all ranks have the same samples."""
 
     def pad_to_all(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return `x_B`: all ranks have the same samples."""
         return x_B
 
     def select_own(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return `x_B`: all ranks have the same samples."""
         return x_B
 
     def gather_samples(self, x_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return `x_B`: all ranks have the same samples."""
         return x_B
 
     def sample_count(self, batch_size: int, names: Collection[str]) -> int:
-        """See Exchange."""
+        """Return the number of samples, of one or of all ranks, whose rows meet these parameters."""
         return batch_size
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """See Exchange."""
+        """Return the samples as these parameters' records number them; None for rows that they cannot meet."""
         return sample_N
 
     # --- inputs
 
     def note_inputs(self, inputs: Iterable[Tensor]) -> None:
-        """Note the inputs of a forward, unless ranks have parts of the sequence.
+        """Add the inputs of a forward to a checksum, unless ranks have parts of the sequence.
 
-        Raises ConfigurationError for DTensors, whose placements the checksum would not see.
+        Raise ConfigurationError for DTensors, whose placements the checksum would not see.
         """
         if self._termwise:
             return
@@ -158,23 +159,23 @@ class ModelParts:
     # --- records and norms: see clipping.parts
 
     def is_cut(self, name: str) -> bool:
-        """See Parts."""
+        """Return True if ranks hold parts of the parameter."""
         return name in self._cut
 
     def is_termwise(self, name: str) -> bool:
-        """See Parts."""
+        """Return True if the parameter's records are terms of a sum."""
         return name in self._termwise
 
     def adds_squares(self, name: str) -> bool:
-        """See Parts."""
+        """Return True if the parameter's squares add up over ranks."""
         return name in self._cut or name in self._termwise
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Squared norms [B], bitwise equal on all ranks."""
         return self.over_ranks(cut_B + whole_B if self.rank == 0 else cut_B)
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
-        """See Parts."""
+        """Squared norms [X] of sums over terms, bitwise equal on all ranks."""
         return self.norm_sq(cut_X, whole_X)
 
     def over_ranks(self, x: Tensor) -> Tensor:
@@ -189,13 +190,13 @@ class ModelParts:
         return rows.to(x.device)
 
     def knows(self, group: str) -> bool:
-        """See Exchange."""
+        """Return True if the group has these ranks."""
         return group == self.group.group_name
 
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """See Exchange."""
+        """Return the samples of the rows that arrive; None if rows return to a rank that did not send them."""
         arrived = self._sent(sample_N, received, sent)
         return arrived if bool(((arrived >= 0) & (arrived < batch_size)).all()) else None
 
@@ -207,7 +208,7 @@ class ModelParts:
         return arrived
 
     def meet(self, group: int) -> None:
-        """See Parts."""
+        """Raise LogicalBatchError if other ranks clip another group now."""
         if self._exchanges and self.gather(torch.tensor([group], device=self.device)).ne(group).any():
             raise LogicalBatchError(
                 "Ranks that send each other rows clip different parameters at the same time, so norms would mix "
@@ -215,17 +216,17 @@ class ModelParts:
             )
 
     def summed(self, x: Tensor) -> Tensor:
-        """See Parts."""
+        """Sum of terms, bitwise equal on all ranks."""
         x = x.detach().clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=self.group)
         return x
 
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
-        """See Parts."""
+        """Return this rank's slices [B, n] of the sums of terms."""
         return self.slices.scatter(name, terms_B.detach())
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:
-        """See Parts."""
+        """Return a whole sum, perhaps from slices; all ranks call it."""
         if total is None or not self.is_termwise(name):
             return total
         return as_complex(self.slices.whole(name, total, as_real(parameter).shape), parameter.dtype)
@@ -237,7 +238,7 @@ class ModelParts:
         return [s for s in shards if self.is_cut(s.name)], [s for s in shards if not self.is_cut(s.name)]
 
     def over_shards(self, parts: Tensor, same: Tensor) -> Tensor:
-        """Return a figure of all shards, from those of `divide`."""
+        """Sum a squared norm over all shards, from those of the two lists of `divide`."""
         return self.over_ranks(parts) + same
 
     # --- where parts lie
@@ -276,9 +277,9 @@ class ModelParts:
 def kinds_of(
     declared: Mapping[str, int | str], shapes: Mapping[str, Sequence[int]]
 ) -> tuple[dict[str, int], frozenset[str]]:
-    """Return (dimension by parameter with parts, parameters of terms).
+    """Return the dimension of each parameter in parts, and the parameters whose gradients are terms.
 
-    The first pattern that fits counts. Raises ConfigurationError for other values and undeclared parameters.
+    The first pattern that fits counts. Raise ConfigurationError for other values and undeclared parameters.
     """
     cut: dict[str, int] = {}
     termwise = set()

@@ -38,7 +38,7 @@ class Ranks:
         return values
 
     def everywhere(self, work: Callable[[], T]) -> list[T]:
-        """Results of `work()` on all ranks; all raise a DpshardError of one."""
+        """Results of `work()` on all ranks. If one raises a DpshardError, all raise it."""
         outcomes = self.gather(_outcome(work))
         for _, error in outcomes:
             if error is not None:
@@ -46,7 +46,7 @@ class Ranks:
         return [result for result, _ in outcomes]  # type: ignore[misc]
 
     def on_first(self, work: Callable[[], T]) -> T:
-        """Return the result on rank 0; all raise its DpshardError."""
+        """Return the result of rank 0. If it raises a DpshardError, all raise it."""
         outcome = [_outcome(work) if self.first else None]
         if not self.alone:
             dist.broadcast_object_list(outcome, src=0, group=self.group)

@@ -25,16 +25,16 @@ class Reduction(ABC):
         """
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return the block around one micro-batch."""
+        """Return the context around one micro-batch."""
         return nullcontext()
 
     @abstractmethod
     def runs_everywhere(self, *, last: bool) -> bool:
-        """Return True if ranks wait for each other, even with padding."""
+        """Return True if ranks wait for each other in this micro-batch, even if it is padding."""
 
     @abstractmethod
     def fault(self) -> DpshardError | None:
-        """Return why this rank's sums must not be released."""
+        """Error that forbids a release of this rank's sums, or None."""
 
     @property
     def is_unsummed(self) -> bool:
@@ -42,10 +42,10 @@ class Reduction(ABC):
         return False
 
     def sum_rest(self) -> None:  # noqa: B027
-        """Reduce what backward did not."""
+        """Reduce the sums that backward did not."""
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """Digest [L] of the sums from the ranks' contributions; LogicalBatchError if replicas differ."""
+        """Digest [L] of the sums from the ranks' contributions; raise LogicalBatchError if replicas differ."""
         return ranks_WL.sum(0)
 
     def detach(self) -> None:  # noqa: B027
@@ -60,7 +60,7 @@ class GradientStore(Protocol):
         ...
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """Turn every clipped sum, also zeros, into a private gradient; return their L2 norm [].
+        """Turn every clipped sum, also zeros, into a private gradient; return the sums' L2 norm [] before noise.
 
         `release_` privatizes this rank's shards in place, and returns their L2 norm before, float64 [].
         """

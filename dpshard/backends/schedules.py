@@ -1,6 +1,6 @@
 """Finds the part of the micro-batch that a stage of torch.distributed.pipelining processes.
 
-A later stage sees only activations. `forward_one_chunk(fwd_chunk_id)`, on the stack, says whose.
+A later stage receives only activations. `forward_one_chunk(fwd_chunk_id)`, on the stack, shows their part.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Chunk:
 
 
 def running_chunk(module: nn.Module, group: dist.ProcessGroup) -> Chunk | None:
-    """Chunk of the forward that begins; None if nobody takes its gradients.
+    """Return the chunk of the forward that begins; None if no backward follows.
 
-    Raises LogicalBatchError outside of a schedule, ConfigurationError for unsupported ones.
+    Raise LogicalBatchError outside of a schedule, ConfigurationError for unsupported ones.
     """
     stage, index, schedule = _on_the_stack()
     if stage is None and schedule is None:
@@ -96,7 +96,7 @@ def _require_supported(stage: Any, schedule: Any, module: nn.Module, group: dist
 def _require_gradients_of_inputs(stage: Any, index: int) -> None:
     """Raise ConfigurationError unless the stage before gets a gradient.
 
-    Another schedule may have noted that none is needed.
+    Another schedule may have recorded that it needs none.
     """
     received = () if stage.is_first else stage.args_recv_info[index]
     if received and not any(info.tensor_meta.requires_grad for info in received if not info.is_root_arg):

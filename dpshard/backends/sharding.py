@@ -42,7 +42,7 @@ class Sharding(ABC):
     accumulates = True
     """True if autograd, or a framework in its hooks, adds to `.grad`; then `_accumulated` follows."""
     unclipped: str | None = None
-    """What an error says of a gradient there, if clipped sums come by another way."""
+    """Error for a gradient that autograd brings, if clipped sums do not come through autograd."""
 
     def __init__(self, core: nn.Module, outermost: nn.Module, parts: ModelParts | None = None) -> None:
         self.core, self.outermost, self.parts = core, outermost, parts
@@ -50,10 +50,10 @@ class Sharding(ABC):
         _require_parameters(named)
         self.parameters = {canonical_name(n): p for n, p in named if p.requires_grad}
         self.names: dict[Tensor, str] = {p: canonical_name(n) for n, p in named}
-        """Also of frozen ones."""
+        """Names by parameter, also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
         self._walk, self._outer_walk = KeptWalk(core), KeptWalk(outermost)
-        self._trained: list[bool] | None = None  # which of them were, when all were known
+        self._trained: list[bool] | None = None  # `requires_grad` of all parameters at the last passed check
         self.anchored: Mapping[str, Tensor] = self.parameters
         self.differentiated: Mapping[str, Tensor] = self.parameters
         """Tensors that plain autograd differentiates."""
@@ -62,12 +62,12 @@ class Sharding(ABC):
 
     @property
     def exchange(self) -> ModelParts | None:
-        """See ShardingHooks."""
+        """The ranks with parts of the model, if any."""
         return self.parts
 
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
-        """See ShardingHooks."""
+        """Function that takes the inputs, if other ranks must have the same."""
         return None if self.meeting is None else self.meeting.note_inputs
 
     @property
@@ -84,7 +84,7 @@ class Sharding(ABC):
 
     @property
     def shapes_in_forward(self) -> Mapping[str, Sequence[int]]:
-        """Whole, or this rank's parts."""
+        """Shapes in forward: of whole parameters, or of this rank's parts."""
         if self.parts is None:
             return self.shapes
         return {name: self.parts.part_shape(name, shape) for name, shape in self.shapes.items()}
@@ -121,7 +121,7 @@ class Sharding(ABC):
 
     @property
     def passes_rows(self) -> bool:
-        """See ShardingHooks."""
+        """True if other ranks take the output's first dimension for the samples."""
         return False
 
     @property
@@ -131,7 +131,7 @@ class Sharding(ABC):
         return sum(math.prod(shapes[name]) * (2 if p.is_complex() else 1) for name, p in self.parameters.items())
 
     def require_trainable(self, clipping_mode: str, *, backward_passes: int) -> None:
-        """Raise ConfigurationError unless a parameter is trainable, and backward can run so often."""
+        """Raise ConfigurationError unless a parameter is trainable, and the model supports `backward_passes`."""
         if not self.parameters:
             raise ConfigurationError(
                 f"{type(self.outermost).__name__} has no trainable parameter, so there is nothing to privatize. Call "
@@ -201,18 +201,18 @@ class Sharding(ABC):
 
     @contextmanager
     def guard_disabled(self) -> Iterator[None]:
-        """Accept plain gradients in a block outside training."""
+        """Return a context outside training that accepts unclipped gradients."""
         with self.guard.guard_disabled(), self._isolated():
             yield
 
     @contextmanager
     def dry_run(self) -> Iterator[None]:
-        """Return a block without backward; ConfigurationError for shared samples."""
+        """Return a context for forwards without backward; raise ConfigurationError if they share samples."""
         with self._together(), self.guard_disabled(), whole_samples(self.parts):
             yield
 
     def dry_backward(self) -> AbstractContextManager[Any]:
-        """Return a block for a backward outside training; ConfigurationError for shared samples of undeclared parts."""
+        """Return a context for a backward outside training; it raises ConfigurationError for undeclared parts."""
         return whole_samples(None, "backward") if self.parts is None else nullcontext()
 
     @property
@@ -225,11 +225,11 @@ class Sharding(ABC):
 
     @abstractmethod
     def _isolated(self) -> AbstractContextManager[Any]:
-        """Return a block outside training; it restores the framework."""
+        """Return a context outside training; it restores the framework."""
 
     @abstractmethod
     def _together(self) -> AbstractContextManager[Any]:
-        """Return a block in which all ranks unshard together."""
+        """Return a context in which all ranks unshard together."""
 
     # --- shards
 
@@ -269,7 +269,7 @@ class Sharding(ABC):
 class Unsharded(Sharding):
     """Whole parameters in every process, or plain parts of them.
 
-    `isolated` makes the block of `guard_disabled`; ranks meet in `together` before forwards that communicate.
+    `isolated` makes the context of `guard_disabled`; ranks meet in `together` before forwards that communicate.
     """
 
     accumulates = False
@@ -286,7 +286,7 @@ class Unsharded(Sharding):
         self._make_isolated, self._meet = isolated, together
 
     def take_declared(self, declared: DeclaredParts, data: Communicator) -> tuple[Communicator, Grid | ExpertRanks]:
-        """Take the parameters for parts of a model; return all ranks, and their grid with `data`."""
+        """Treat the parameters as declared parts of a model; return all ranks, and their grid with `data`."""
         everyone = all_ranks(self.device)
         try:
             parts, ranks = self._parts_and_ranks(declared, data)
@@ -333,7 +333,7 @@ class Unsharded(Sharding):
         return shard if self.parts is None else self.parts.joined(name, shard)
 
     def place(self, name: str) -> Place:
-        """See GradShards."""
+        """Place of this rank's part in the flattened parameter."""
         return Place() if self.parts is None else self.parts.place(name, self.shapes[name])
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:

@@ -21,8 +21,8 @@ from dpshard.backends.collectives import reduce_scatter
 class Slices:
     """Slices over the C ranks of `group`, in an order that a reduction over D data ranks keeps.
 
-    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; by default, one. `step`: how far apart one model's
-    ranks have their chunks; None: they divide each chunk.
+    FSDP makes `chunks` of a parameter, of `rows(name)` rows each; by default, one. `step`: distance between the
+    chunks of one model's ranks; None if they divide each chunk.
     """
 
     def __init__(

@@ -57,7 +57,7 @@ class LateUnits(UnitReduction, LateSums):
     """Reduces all units after each step of the schedule."""
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """See Reduction."""
+        """Keep the clipped sums until `end_micro_batch`; return None for each."""
         self._store.begins(lambda: None)
         self.add(names, take)
         return [None] * len(names)
@@ -87,7 +87,7 @@ class LateUnits(UnitReduction, LateSums):
             self._late_fault = error  # raised later: other ranks wait in the next reductions
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} came after those of its micro-batch were "

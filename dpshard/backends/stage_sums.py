@@ -48,14 +48,14 @@ class LateSums(ABC):
         """End a micro-batch; the data ranks call it together."""
 
     def add_later(self, names: Sequence[str], take: Take) -> None:
-        """Take sums after backward; `fault` returns an error, which all ranks must learn."""
+        """Take sums after backward. `fault` returns an error later, so that all ranks raise."""
         try:
             self.add(names, take)
         except (LogicalBatchError, UnsupportedParameterError) as error:
             self._late_fault = error
 
     def forget_fault(self) -> None:
-        """Forget why `add_later` failed, with the sums. Until then no release may have them."""
+        """Forget the error of `add_later`, because the sums were dropped. Until then it forbids a release."""
         self._late_fault = None
 
 
@@ -73,12 +73,12 @@ class WholeSums(DirectReduction, LateSums):
         return self._data.world_size > 1
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """Return an empty block."""
+        """Return an empty context."""
         self._is_summed = False
         return super().micro_batch(last=last)
 
     def add(self, names: Sequence[str], take: Take) -> None:
-        """Add this replica's sums; LogicalBatchError after `sum_rest`."""
+        """Add this replica's sums; raise LogicalBatchError after `sum_rest`."""
         if self._is_summed:
             raise LogicalBatchError(
                 "A backward came after its logical batch was summed over the replicas of the stage. Call "
@@ -90,7 +90,7 @@ class WholeSums(DirectReduction, LateSums):
         """Do nothing."""
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         return self._late_fault or super().fault()
 
     def sum_rest(self) -> None:
@@ -112,7 +112,7 @@ class WholeSums(DirectReduction, LateSums):
         return self._store.wide_sums.setdefault(name, torch.zeros_like(parameter, dtype=torch.float32))
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """See Reduction."""
+        """Digest [L] of the sums; raise LogicalBatchError if replicas differ."""
         if bool((ranks_WL != ranks_WL[0]).any()):
             raise LogicalBatchError(
                 "The clipped sums of this logical batch differ between the replicas of a pipeline, so the replicas "
@@ -123,7 +123,7 @@ class WholeSums(DirectReduction, LateSums):
 
 
 class SilentReducer:
-    """The reducer of a stage in DDP, which would reduce too early."""
+    """Replaces the reducer of a stage in DDP, which would reduce too early."""
 
     def __init__(self, model: DistributedDataParallel) -> None:
         self._model, self._reducer = model, model.reducer

@@ -19,7 +19,7 @@ from dpshard.errors import ConfigurationError
 
 
 class StagedState(NamedState):
-    """The TrainingState of one stage, which all make and `exchange` together.
+    """The TrainingState of one stage. All stages make it together, and pass values by `exchange`.
 
     Raises ConfigurationError, on all ranks, for different tensors of one name.
     """
@@ -37,7 +37,7 @@ class StagedState(NamedState):
         self._require_one_of_each_name(get_model_state_dict(model))
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; with the parameter groups of all stages."""
+        """Present state, with the parameter groups of all stages."""
         own = super().snapshot()
         self._require_one_of_each_name(own.model)
         return own._replace(groups=joined(self._exchange(list(map(_on_cpu, own.groups)))))
@@ -46,7 +46,7 @@ class StagedState(NamedState):
         count = Counter(name for names in self._exchange(list(model)) for name in names)
         own = {(name, _place(model[name])): _digest(model[name]) for name in model if count[name] > 1}
         everyone: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, own)  # also with other pipelines, which would wait for one that raises
+        dist.all_gather_object(everyone, own)  # with other pipelines, too, because they would wait for one that raises
         seen: dict[Any, tuple[int, str]] = {}
         for rank, digests in enumerate(everyone):
             for place, digest in digests.items():
@@ -61,7 +61,7 @@ class StagedState(NamedState):
 
 
 def joined(stages: Sequence[Groups]) -> Groups:
-    """Return all stages' parameter groups; equal settings are one."""
+    """Join the parameter groups of all stages; groups with equal settings become one."""
     found: Groups = []
     for groups in stages:
         others = list(found)

@@ -29,7 +29,7 @@ STAGE = "stage"
 
 
 def are_stages(declared: Mapping[str, Any]) -> bool:
-    """Return True for stages; ConfigurationError if other parameters are beside them."""
+    """Return True if all parameters are 'stage'; raise ConfigurationError if only some are."""
     kinds = list(declared.values())
     if STAGE in kinds and kinds != [STAGE] * len(kinds):
         raise ConfigurationError(
@@ -40,7 +40,7 @@ def are_stages(declared: Mapping[str, Any]) -> bool:
 
 
 class Stages(ModelParts):
-    """The ranks of one pipeline, which make it together.
+    """The ranks of one pipeline, which make this object together.
 
     Raises ConfigurationError, on all ranks, without trainable parameters, and for two of one name.
     """
@@ -78,11 +78,11 @@ class Stages(ModelParts):
 
     @property
     def facts(self) -> str:
-        """See ModelParts."""
+        """Declarations that ranks must share."""
         return STAGE
 
     def is_cut(self, name: str) -> bool:
-        """See Parts."""
+        """Return True if ranks hold parts of the parameter."""
         return True
 
     def exchange(self, value: Any) -> list[Any]:
@@ -93,7 +93,7 @@ class Stages(ModelParts):
         return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows.cpu(), lengths, strict=True)]
 
     def exchange_objects(self, value: Any) -> list[Any]:
-        """Return what all ranks pass, of any type that pickles."""
+        """Values of all ranks, of any type that pickles."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self.group)
         return values
@@ -103,9 +103,9 @@ class Stages(ModelParts):
     def partition(
         self, model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str], max_grad_norm: float
     ) -> tuple[ClippingGroup, ...]:
-        """Return the groups of the whole model; equal labels are one.
+        """Return the groups of the whole model; groups with equal labels are joined.
 
-        Raises ConfigurationError on all ranks.
+        If one rank raises ConfigurationError, all raise it.
         """
         try:
             own: tuple[str, Any] = ("", labelled(model, style, trainable))
@@ -122,13 +122,13 @@ class Stages(ModelParts):
         return form_groups(groups, trainable=list(self._owner), max_grad_norm=max_grad_norm)
 
     def spanning(self, groups: Sequence[ClippingGroup]) -> frozenset[int]:
-        """Numbers of groups on several stages."""
+        """Return the indices of groups on several stages."""
         return frozenset(group.index for group in groups if len({self._owner[name] for name in group.names}) > 1)
 
     # --- what stages have run
 
     def note_chunk(self, *identity: Any) -> None:
-        """Note a chunk that this stage runs, in any order."""
+        """Add a chunk that this stage runs to the checksum, in any order."""
         digest = hashlib.sha256(repr(identity).encode()).digest()
         self._chunks = (self._chunks + int.from_bytes(digest[:7], "little")) % (1 << 62)
 
@@ -139,7 +139,7 @@ class Stages(ModelParts):
 
 
 class OfStages:
-    """What a Sharding of one stage says of all; goes before the Sharding in the bases."""
+    """Facts about all stages, for the Sharding of one stage. It comes before the Sharding in the bases."""
 
     parts: Stages
     outermost: nn.Module
@@ -147,21 +147,21 @@ class OfStages:
 
     @property
     def passes_rows(self) -> bool:
-        """See ShardingHooks."""
+        """True: the next stage takes the output's first dimension for the samples."""
         return True
 
     @property
     def everywhere(self) -> Sequence[Any]:
-        """See Sharding."""
+        """Trainable parameters of all stages."""
         return self.parts.everywhere
 
     @property
     def elements(self) -> int:
-        """See Sharding."""
+        """Number of real trainable numbers of all stages."""
         return sum(math.prod(shape) * (1 + is_complex) for _, shape, _, is_complex in self.parts.everywhere)
 
     def training_state(self, optimizer: Any) -> TrainingState:
-        """See Sharding."""
+        """Return model and `optimizer` of this stage for a checkpoint."""
         from dpshard.backends.staged_state import StagedState
 
         return StagedState(self.outermost, optimizer, self.names, self.parts.exchange_objects)

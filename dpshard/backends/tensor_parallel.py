@@ -85,7 +85,7 @@ class PlacedSharding(Unsharded):
         return shard.full_tensor() if isinstance(shard, DTensor) else shard
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """See GradShards."""
+        """Put this rank's part in `.grad`."""
         parameter.grad = placed_as(parameter, gradient) if isinstance(parameter, DTensor) else gradient
 
 

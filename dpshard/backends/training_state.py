@@ -33,9 +33,9 @@ class Snapshot(NamedTuple):
     """A nested state; its tensors share memory with the training."""
 
     model: dict[str, Any]
-    """By names of state_dict()."""
+    """Tensors by their names in state_dict()."""
     remembered: dict[str, dict[str, Any]]
-    """By parameter; empty before the first step."""
+    """Optimizer state by parameter; empty before the first step."""
     groups: Groups
 
 
@@ -47,10 +47,10 @@ class TrainingState(Protocol):
         ...
 
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> AbstractContextManager[Snapshot]:
-        """Return a block that reads a checkpoint, described by name in `saved`, into a snapshot.
+        """Return a context in which a checkpoint, described by name in `saved`, is read into a snapshot.
 
-        It is installed at the end. Nothing has changed if the block raises first. Raises CheckpointError for the state
-        of another optimizer.
+        The snapshot is installed at the end. If the context raises before, nothing has changed. Raise CheckpointError
+        for the state of another optimizer.
         """
         ...
 
@@ -62,7 +62,7 @@ class NamedState:
         self.model, self.optimizer, self.names = model, optimizer, names
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState."""
+        """Present state."""
         self._reshard()
         # get_optimizer_state_dict would take a first step, which Adam would count.
         if not self.optimizer.state:
@@ -71,7 +71,7 @@ class NamedState:
 
     @contextmanager
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> Iterator[Snapshot]:
-        """See TrainingState."""
+        """Return a context that reads a checkpoint, and installs it at its end."""
         self._reshard()
         groups = self._fitting(groups)
         untouched = not self.optimizer.state

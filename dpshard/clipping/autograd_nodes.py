@@ -2,11 +2,11 @@
 
 [Note: Anchor, slot, tap] docs/architecture.md draws them.
 
-    parameters --> Anchor (1 a group)   --token--> Tap (on an output) --> rest of the forward
+    parameters --> Anchor (1 or more groups)   --token--> Tap (on an output) --> rest of the forward
     parameters --> Anchor   --token--> Slot (1 a region) --dummies--> Tap --> rest of a compiled region
 
-Rules see detached parameters, so only anchors give parameters gradients. Tokens have gradients on GPUs. Without one, an
-anchor's stream does not wait for its taps', or another thread runs it.
+Rules compute with detached parameters, so parameters get gradients only from anchors. On a GPU tokens have empty
+gradients. Without them, an anchor might run in another thread, or before the streams of its taps finish.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from dpshard.records.precision import exact_products
 
 
 def in_full_precision(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block without autocast, with IEEE products ([Note: Why not TF32] in precision.py)."""
+    """Return a context without autocast and with IEEE products ([Note: Why not TF32] in precision.py)."""
     products = exact_products(device)
     return _without_autocast(device, products) if torch.is_autocast_enabled(device.type) else products
 
@@ -37,7 +37,7 @@ def _without_autocast(device: torch.device, inner: AbstractContextManager[Any]) 
 
 
 def _reached(edges: Sequence[tuple[Any, int]]) -> list[bool] | None:
-    """Return which edges the pass gives a gradient; None in torch.autograd.grad of a leaf."""
+    """Return, for each edge, whether the pass computes its gradient; None in torch.autograd.grad of a leaf."""
     reaches = torch._C._will_engine_execute_node
     try:
         return [node is not None and reaches(node) for node, _ in edges]
@@ -65,7 +65,7 @@ def _outside_graphs(function: Any) -> Any:
 
 
 def runs_as_python(function: Any) -> bool:
-    """Let dynamo compile a function only as a part of others; return True if this torch can."""
+    """Stop dynamo from compiling a function by itself; return True if this torch can."""
     try:
         frames: Any = getattr(torch._C, "_dynamo").eval_frame  # noqa: B009
         skip = frames._FrameAction.SKIP
@@ -76,20 +76,20 @@ def runs_as_python(function: Any) -> bool:
 
 
 def _applied(node: type[torch.autograd.Function]) -> Any:
-    """Return `node.apply` without its Python, a call per argument: it serves torch.func, which the mode leaves."""
+    """Return the C++ `apply` of a node; the Python one costs a call per argument, and serves only torch.func."""
     return getattr(super(torch.autograd.Function, node), "apply")  # noqa: B009
 
 
 @left_out_of_graphs
 class Anchor(torch.autograd.Function):
-    """Parameters -> token [0]; backward: `close` returns the clipped sums.
+    """Parameters -> token [0]. In backward, `close` returns the clipped sums.
 
-    `close` gets which parameters the pass reaches; None in torch.autograd.grad.
+    `close` gets, for each parameter, whether the pass computes its gradient; None in torch.autograd.grad.
     """
 
     @staticmethod
     def forward(ctx: Any, close: Callable[[list[bool] | None], Sequence[Tensor | None]], *parameters: Tensor) -> Tensor:
-        """Make the token."""
+        """Return the token."""
         ctx.close = close
         ctx.set_materialize_grads(False)
         return torch.empty(0, device=parameters[0].device)
@@ -105,21 +105,21 @@ apply_anchor = _applied(Anchor)
 
 @left_out_of_graphs
 class Slot(torch.autograd.Function):
-    """`count` templates and tokens -> a tensor per template; backward: `arrive` gets their gradients."""
+    """`count` templates, then tokens -> a dummy per template. In backward, `arrive` gets the dummies' gradients."""
 
     @staticmethod
     def forward(
         ctx: Any, arrive: Callable[[Sequence[Tensor | None]], None], count: int, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        """Make the dummies."""
+        """Return the dummies."""
         ctx.arrive, ctx.count, ctx.tokens = arrive, count, len(tensors) - count
         ctx.set_materialize_grads(False)
-        with torch._C.DisableTorchFunction():  # function modes need not see each
+        with torch._C.DisableTorchFunction():  # spares each function mode a call per template
             return tuple([x.view_as(x) for x in tensors[:count]])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Any, ...]:
-        """Hand the gradients over."""
+        """Pass the gradients to `arrive`."""
         device = next((g.device for g in gradients if g is not None), torch.device("cpu"))
         with in_full_precision(device):
             ctx.arrive(gradients)
@@ -149,11 +149,12 @@ class _Hold(torch.autograd.Function):
 def hold(x: Tensor) -> Tensor:
     """Return `x`, saved now for the next function's tap.
 
-    Activation checkpointing repeats a segment up to its last saved tensor; a later one would cost a matrix product.
+    Activation checkpointing recomputes a segment up to its last saved tensor. If the tap saved `x` after the function,
+    the function would be recomputed, too.
     """
     if not x.requires_grad or not torch.is_grad_enabled() or torch.compiler.is_compiling():
         return x
-    # Autocast casts `x`. Without hooks on saved tensors nothing is repeated.
+    # Under autocast the function uses a cast of `x`. Without hooks on saved tensors nothing is recomputed.
     waited_for = _autograd._top_saved_tensors_default_hooks(False) is not None
     return _Hold.apply(x) if waited_for and not torch.is_autocast_enabled(x.device.type) else x
 
@@ -179,7 +180,7 @@ def _hand_over(ctx: Any, ends: Sequence[tuple[Any, int]], kept: Sequence[Tensor]
 
 @left_out_of_graphs
 class _Tap(torch.autograd.Function):
-    """`output` -> itself; `tensors`: `count` to save, then those with edges."""
+    """Identity on `output`. `tensors`: `count` tensors to save, then tokens."""
 
     @staticmethod
     def forward(
@@ -210,7 +211,7 @@ class _FusedTap(torch.autograd.Function):
     def forward(ctx: Any, arrive: Arrive, run: Any, gradient: Any, operands: Any, input: Tensor, *_: Tensor) -> Tensor:
         ctx.arrive, ctx.gradient = arrive, gradient
         output, kept = run(_itself, input, *operands)
-        ctx.save_for_backward(operands[0].detach(), *kept)  # it may get other data before backward
+        ctx.save_for_backward(operands[0].detach(), *kept)  # the weight may get other data before backward
         return output.data  # a tap on a view would make autograd copy gradients of the base
 
     @staticmethod
@@ -231,7 +232,7 @@ _apply_fused_tap = _applied(_FusedTap)
 
 
 class _RegionTap(torch.autograd.Function):
-    """The last tensors are dummies, whose gradients are the kept tensors and g."""
+    """A tap in a compiled region. It returns the kept tensors and the output gradient as gradients of its dummies."""
 
     @staticmethod
     def forward(ctx: Any, nodes: tuple[Any, ...], count: int, output: Tensor, *tensors: Tensor) -> Tensor:
@@ -283,7 +284,7 @@ def tap(output: Tensor, keep: tuple[Tensor, ...], ends: Sequence[Tensor], arrive
 
 
 def fuses() -> bool:
-    """Return True if a function and its tap may be one node: without autocast, or hooks for `hold`."""
+    """Return True if a function and its tap may be one node: autocast and saved-tensor hooks are off."""
     return _autograd._top_saved_tensors_default_hooks(False) is None and not torch._C._is_any_autocast_enabled()
 
 
@@ -295,7 +296,7 @@ def fused_tap(
     ends: Sequence[Tensor],
     arrive: Arrive,
 ) -> Tensor:
-    """Output of a planned function, tapped. `operands`: weight and bias."""
+    """Run a planned function and its tap as one node; return the output. `operands`: weight and bias."""
     return _apply_fused_tap(arrive, run, gradient, operands, input, *ends)
 
 
@@ -305,5 +306,5 @@ def dummies_like(output: Tensor, keep: tuple[Tensor, ...]) -> tuple[Tensor, ...]
 
 
 def _dummy_dtype(x: Tensor) -> torch.dtype:
-    """Integers are exact in float64."""
+    """Return the dtype of a dummy: float64 for integers, which it holds exactly."""
     return x.dtype if x.is_floating_point() or x.is_complex() else torch.float64

@@ -1,7 +1,7 @@
 """Selective activation checkpointing.
 
-[Note: Selective checkpointing] It pairs the n-th calls of operators in forward and recomputation. Tokens serve several
-uses: `unseen()` hides their operators.
+[Note: Selective checkpointing] It pairs the n-th call of an operator in forward with the n-th in recomputation. A token
+serves several uses, so recomputation does not repeat its operators: `unseen()` hides them.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ def unseen() -> Iterator[None]:
 
 
 class KeptOutputs:
-    """Outputs kept in one forward, and returned once; two passes need each twice."""
+    """Outputs that selective checkpointing keeps in a forward. It returns each once; two passes need each twice."""
 
     def __init__(self) -> None:
         self._storages: dict[int, dict[Any, Any]] = {}
 
     def note(self) -> None:
-        """Note the open checkpoints."""
+        """Remember the storages of the active checkpoints."""
         if operators_are_watched():
             for mode in _get_current_dispatch_mode_stack():
                 if isinstance(mode, _KEEPS):
@@ -59,7 +59,7 @@ class KeptOutputs:
 
     @contextmanager
     def handed_out_again(self) -> Iterator[None]:
-        """Return a block after which consumed outputs return."""
+        """Return a context that restores, at its end, the outputs consumed in it."""
         storages = list(self._storages.values())
         self._storages.clear()
         before = [pytree.tree_map_only(checkpoint._VersionWrapper, _alias, dict(storage)) for storage in storages]

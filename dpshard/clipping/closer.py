@@ -16,7 +16,7 @@ from dpshard.clipping.uses import Use
 
 
 class Closer:
-    """Groups of one tape, and uses that wait."""
+    """The groups of one tape, and the uses that wait until their group closes."""
 
     def __init__(self, scheme: Scheme, is_padding_B: Tensor | None, loss_scale: float) -> None:
         self._scheme, self._is_padding_B, self._loss_scale = scheme, is_padding_B, loss_scale
@@ -24,17 +24,17 @@ class Closer:
         # Multiplying by 0 for padding is safe: coefficients are finite.
         self.groups: dict[int, GroupTape] = {}
         self.closed: set[int] = set()
-        """Groups with coefficients, which take no more records."""
+        """Groups whose coefficients are fixed; they take no more records."""
         self._stacks: dict[int, Stacks] = {}
         self._complete: dict[int, dict[int, int]] = {}  # bytes of groups that wait, by anchor
-        self._streams: dict[int, set[object]] = {}  # of arrivals at shared anchors
+        self._streams: dict[int, set[object]] = {}  # CUDA streams of arrivals, by shared anchor
         self._sums: dict[str, Tensor] = {}
         self._spanning: dict[int, Measured] = {}  # until other ranks' norms arrive
 
     # --- records arrive
 
     def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Return True if uses wait; see [Note: Uses with equal recipes]."""
+        """Let uses wait for others, if they can; return True if they wait ([Note: Uses with equal recipes])."""
         scheme = self._scheme
         if not scheme.joining:
             return False
@@ -67,12 +67,12 @@ class Closer:
         return True
 
     def close_complete(self, names: Sequence[str]) -> None:
-        """Close these parameters' groups, if complete; see [Note: Shared anchors]."""
+        """Close the groups of these parameters that have all their records ([Note: Shared anchors])."""
         if self._scheme.shared:
             self._close_complete({self._scheme.group_of[name].index for name in names}, most=self._scheme.complete)
 
     def _close_complete(self, indices: Collection[int], *, most: int) -> None:
-        """Close complete groups, once those of an anchor have over `most` bytes."""
+        """Close the complete groups of an anchor once their records exceed `most` bytes."""
         ready: dict[int, list[int]] = {}
         for index in sorted(indices):
             anchor, group = self._scheme.shared.get(index), self.groups.get(index)
@@ -80,7 +80,7 @@ class Closer:
                 ready.setdefault(anchor, []).append(index)
         for anchor, some in ready.items():
             if len(self._streams.get(anchor, ())) > 1:
-                continue  # only the anchor waits for all streams
+                continue  # other streams may not have finished; only the anchor waits for all
             waiting = self._complete.pop(anchor, {})
             waiting.update({index: self.groups[index].nbytes if most else 0 for index in some})
             if most and sum(waiting.values()) <= most:
@@ -97,19 +97,19 @@ class Closer:
             self.groups[index].sum_all()
 
     def note_streams(self, anchors: Sequence[int]) -> None:
-        """Note an arrival's stream: other streams' arrivals may be incomplete."""
+        """Remember the stream of an arrival: kernels on other streams may not have finished."""
         for anchor in anchors:
             if anchor in self._scheme.gpus:
                 self._streams.setdefault(anchor, set()).add(torch.cuda.current_stream(self._scheme.gpus[anchor]))
 
     def group(self, name: str) -> GroupTape:
-        """Group of a used parameter."""
+        """Return the tape of the group of a used parameter."""
         return self.groups[self._scheme.group_of[name].index]
 
     # --- groups close
 
     def close(self, anchor: int) -> None:
-        """Close an anchor's groups with records."""
+        """Close the groups of an anchor that have records."""
         stacks = self._stacks_of(anchor, None)
         self._streams.pop(anchor, None)
         self._complete.pop(anchor, None)
@@ -124,7 +124,7 @@ class Closer:
             self._clip(measured)
 
     def end_norms(self) -> None:
-        """End the first pass."""
+        """End the first of two passes: fix all coefficients."""
         for index, group in self.groups.items():
             measured = self._measure([index], [], keep=False)
             if measured is not None:
@@ -162,7 +162,7 @@ class Closer:
             scheme.sink.observe(scheme.groups[indices[m]], norm_B, self._is_padding_B)
 
     def _stacks_of(self, anchor: int, indices: Sequence[int] | None) -> list[Stack]:
-        """Return the stacks of groups; pass other uses to their groups."""
+        """Return the stacks of these groups; record each use outside a stack in its own group."""
         if anchor not in self._stacks:
             return []
         stacks, alone = self._stacks[anchor].take(indices)
@@ -180,11 +180,11 @@ class Closer:
         return self._spanning[index].norm_sq_MB[0] if index in self._spanning else None
 
     def clip_spanning(self, index: int, norm_sq_B: Tensor) -> None:
-        """Fix a spanning group's coefficients, from its squared norms [B]."""
+        """Fix a spanning group's coefficients from its squared norms [B] over all ranks."""
         self._clip(replace(self._spanning.pop(index), norm_sq_MB=norm_sq_B[None]))
 
     def take(self, name: str) -> Tensor | None:
-        """See ClippedSums.take."""
+        """Return a parameter's clipped sum, once, and free its records."""
         if name in self._sums:
             return self._sums.pop(name)
         index = self._scheme.group_of[name].index

@@ -19,28 +19,28 @@ from dpshard.records.numerics import index_tensor
 
 
 class Pass(Enum):
-    """What a backward pass is for."""
+    """Purpose of a backward pass."""
 
     BOOK_KEEPING = auto()  # one pass: keep records
-    NORMS = auto()  # of two: measure records
-    SUMS = auto()  # of two: sum records
+    NORMS = auto()  # first of two passes: measure records
+    SUMS = auto()  # second of two passes: sum records
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Groups that close together."""
+    """Groups that close together, and their squared norms."""
 
     indices: Sequence[int]
     own: Sequence[int]
-    """Places in `indices` with records beside stacks."""
+    """Places in `indices` of groups with records outside of stacks."""
     stacks: Sequence[Stack]
     rows: Sequence[Sequence[int]]
-    """Places in `indices` of each stack's parameters."""
+    """For each stack, the place in `indices` of each parameter's group."""
     norm_sq_MB: Tensor
     scale_B: Tensor | float
 
     def copy_records(self, groups: Mapping[int, GroupTape]) -> None:
-        """Copy records that wait: schedules receive the next activations where these were."""
+        """Copy the records, because pipeline schedules write the next activations to their memory."""
         memory = OwnMemory()
         for m in self.own:
             groups[self.indices[m]].copy_records(memory)
@@ -54,12 +54,12 @@ class Clipped:
 
     norm_MB: Tensor
     sum_weight_MB: Tensor
-    """Clip coefficients times `Tape.scale_B`."""
+    """Clip coefficients times `Measured.scale_B`."""
     nonfinite_MB: Tensor | None
     """Samples of weight 0; None if all norms are finite."""
 
     def sums(self, stack: Stack, rows: Sequence[int]) -> dict[str, Tensor]:
-        """Clipped sums of a stack, of the groups `rows`."""
+        """Clipped sums of a stack, by parameter. `rows`: the place of each parameter's group."""
         if len(self.norm_MB) == 1:
             shape = len(rows), self.norm_MB.shape[1]
             nonfinite_nB = None if self.nonfinite_MB is None else self.nonfinite_MB.expand(shape)
@@ -72,9 +72,9 @@ class Clipped:
 def squared_norms(
     groups: int, own: Mapping[int, Sequence[Tensor]], stacked: Sequence[tuple[Sequence[int], Tensor]]
 ) -> Tensor | None:
-    """Squared norms [M, B] of M `groups`, from their `own` [B] and stacks' rows [n, B].
+    """Squared norms [M, B] of M `groups`, from their `own` [B] and those of stacks [n, B].
 
-    `stacked`: the group of each row, and the rows.
+    `stacked`: for each stack, the group of each row, and the rows.
     """
     if groups == 1:
         parts = [
@@ -100,20 +100,20 @@ def clip(
     loss_scale: float,
     scale_B: Tensor | float,
 ) -> Clipped:
-    """Return norms and coefficients."""
+    """Return norms and coefficients from squared norms of recorded gradients."""
     norm_MB = elementwise(lambda xp, norm_sq_MB: xp.sqrt(norm_sq_MB) * loss_scale, norm_sq_MB)
     clip_coef_MB = factors(function, norm_MB, thresholds)
     sum_weight_MB = elementwise(lambda _, coef_MB, scale_B: coef_MB * scale_B, clip_coef_MB, scale_B)
-    # A test would synchronise with an accelerator, so mask there always.
+    # On an accelerator a test would synchronise, so always mask there.
     return Clipped(norm_MB, sum_weight_MB, None if all_finite(norm_MB) else sum_weight_MB == 0)
 
 
 class HasSums(Protocol):
-    """A tape."""
+    """A tape, as ClippedSums uses it."""
 
     @property
     def take(self) -> Callable[[str], Tensor | None]:
-        """See ClippedSums.take."""
+        """Return a function from a parameter's name to its clipped sum."""
         ...
 
 
@@ -124,20 +124,20 @@ class ClippedSums:
     names: Sequence[str]
     tapes: Sequence[HasSums]
     handed_out: bool
-    """True if the pass would return a sum."""
+    """True in torch.autograd.grad, which would return the sums to its caller."""
     left_out: frozenset[str] = frozenset()
-    """Parameters without a gradient here."""
+    """Parameters whose gradient the pass does not compute."""
 
     @classmethod
     def to(cls, names: Sequence[str], tapes: Sequence[HasSums], reached: Sequence[bool] | None) -> ClippedSums:
-        """Return the sums; `reached`: see Anchor."""
+        """Return the sums. `reached`: whether the pass computes each gradient; None in torch.autograd.grad."""
         if reached is None or all(reached):
             return cls(names, tapes, reached is None)
         return cls(names, tapes, False, frozenset(n for n, there in zip(names, reached, strict=True) if not there))
 
     @property
     def take(self) -> Callable[[str], Tensor | None]:
-        """Return a function that returns a clipped sum, once, and frees its records."""
+        """Return a function from a name to its clipped sum. It returns each sum once, and frees the records."""
         return self.tapes[0].take if len(self.tapes) == 1 and not self.left_out else self._total
 
     def _total(self, name: str) -> Tensor | None:

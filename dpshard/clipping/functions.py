@@ -17,7 +17,7 @@ from dpshard.records.host import constant, elementwise
 
 
 class ClippingFunction(Protocol):
-    """A factor for a per-sample gradient."""
+    """Computes the clip coefficients of per-sample gradients."""
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
         """Return factors [B] for norms [B] (float32 or float64).
@@ -34,7 +34,7 @@ def _bounded(xp: Any, clip_coef_B: Any, norm_B: Any, threshold: float) -> Any:
 
 
 def _largest(xp: Any, norm_B: Any, threshold: float) -> Any:
-    """Largest factors that surely scale norms to `threshold`; >= 0, or NaN."""
+    """Largest factors for which factor * norm <= threshold is certain; >= 0, or NaN."""
     # Records measure no norm below `tiny`; it keeps 0 and -0.0 out.
     tiny = constant(xp, float(xp.finfo(norm_B.dtype).tiny), norm_B)
     return _quotient(xp, threshold, xp.maximum(norm_B, tiny))
@@ -53,7 +53,7 @@ def _at_most(x: float, dtype: Any) -> float:
     """Largest number of `dtype` (float32, float64) not above `x` > 0."""
     if dtype.itemsize == 8:
         return x
-    # numpy: the cache must keep no fake tensor.
+    # numpy, not torch, because the cache must not hold a fake tensor.
     with np.errstate(over="ignore"):  # overflow gives the largest float32
         nearest = np.float32(x)
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
@@ -70,11 +70,11 @@ class AutomaticClipping:
         require_positive("stability", self.stability)
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """See ClippingFunction."""
+        """Return factors [B] for norms [B]."""
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
-        # The rounded sum is at least the norm, so the guarantee holds. Numbers below `tiny` may become 0.
+        # The rounded sum is at least the norm, so the guarantee holds. Devices may flush numbers below `tiny` to 0.
         stability = max(self.stability, float(xp.finfo(norm_B.dtype).tiny))
         return xp.fmax(_quotient(xp, threshold, norm_B + stability), constant(xp, 0, norm_B))
 
@@ -84,7 +84,7 @@ class AbadiClipping:
     """C = min(1, R / |g|): projection onto the ball of radius R; Abadi et al. 2016, arXiv:1607.00133."""
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """See ClippingFunction."""
+        """Return factors [B] for norms [B]."""
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
@@ -103,7 +103,7 @@ class GlobalClipping:
         require_positive("bound_over_threshold", self.bound_over_threshold)
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """See ClippingFunction."""
+        """Return factors [B] for norms [B]."""
         return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
@@ -117,7 +117,7 @@ class _Guarded:
     function: ClippingFunction
 
     def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """See ClippingFunction."""
+        """Return factors [B] for norms [B]."""
         clip_coef_B = self.function.factor(norm_B, threshold).to(norm_B)
         return elementwise(_bounded, clip_coef_B, norm_B, threshold)
 
@@ -143,9 +143,9 @@ def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[fl
 
 
 def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
-    """Clipping function of a name, or an object with a `factor` method, its guarantee enforced.
+    """Return the clipping function of a name, or an object with a `factor` method, its guarantee enforced.
 
-    Raises ConfigurationError for anything else. Checkpoints compare objects by repr, so they need one of their own.
+    Raise ConfigurationError for anything else. Checkpoints compare objects by repr, so their class must define it.
     """
     if isinstance(clipping_fn, str):
         if clipping_fn not in _FUNCTIONS:

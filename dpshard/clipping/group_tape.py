@@ -37,11 +37,11 @@ class Roots:
     """The trainable parameters, by name."""
 
     shapes: Mapping[str, Sequence[int]]
-    """In forward: whole, or this rank's parts."""
+    """Shapes in forward: of whole parameters, or of this rank's parts."""
     anchored: Mapping[str, Tensor]
     """Tensors that the anchors differentiate: parameters, or stand-ins for sharded ones."""
     values: Mapping[str, Tensor]
-    """As forward sees them; sharded ones are whole only while in use."""
+    """Values in forward. Sharded ones are whole only while unsharded."""
     parts: Parts | None = None
 
     def source(self, name: str) -> Source:
@@ -73,22 +73,22 @@ class GroupTape:
         self._offload = offload
         self.entries: dict[str, list[tuple[Source, Record]]] = {}
         """Not summed yet, by parameter."""
-        self._versions: dict[str, list[int]] = {}  # foreign code may write what waits
-        self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured ones, perhaps elsewhere
+        self._versions: dict[str, list[int]] = {}  # of records that wait: foreign code may write to them
+        self._waiting: dict[str, list[tuple[Source, Waiting]]] = {}  # measured records, perhaps offloaded
         self.small: dict[str, Small] = {}
-        """Small single records, joined at the end."""
+        """Small records, one per parameter, that are joined when the group closes."""
         self.sum_weight_B: Tensor | None = None
-        """Factors [B] of recorded gradients, once the norms are there."""
+        """Factors [B] of recorded gradients; None until the norms are complete."""
         self._expected: dict[str, int] = {}  # uses, by parameter
         self._arrived: dict[str, int] = {}  # uses with gradients
         self.missing = 0
         """Uses without a gradient yet."""
         self._norm_sq: list[Tensor] = []  # of measured parameters
-        self._whole_sq: list[Tensor] = []  # of whole parameters beside parts
+        self._whole_sq: list[Tensor] = []  # of parameters that all ranks hold whole
         self._nonfinite_B: Tensor | None = None  # samples without a finite norm
         self._bundles: list[Bundle] = []
         self._sums: dict[str, Tensor] = {}
-        self._sums_are_slices = True  # of parameters whose records are terms
+        self._sums_are_slices = True  # for parameters whose records are terms of a sum
 
     # --- uses
 
@@ -99,17 +99,17 @@ class GroupTape:
             self.missing += 1
 
     def are_only_uses(self, names: Iterable[str]) -> bool:
-        """Return True if each has a single use, without a gradient."""
+        """Return True if each parameter has a single use, whose gradient has not arrived."""
         return {*map(self._expected.get, names)} == {1} and self._arrived.keys().isdisjoint(names)
 
     def arrive_first(self, names: Sequence[str]) -> None:
-        """Count the only gradient of each."""
+        """Count the arrival of each parameter's only gradient."""
         self._arrived.update(dict.fromkeys(names, 1))
         self.missing -= len(names)
 
     @property
     def has_arrived(self) -> bool:
-        """True if any use had a gradient."""
+        """True if the gradient of any use has arrived."""
         return bool(self._arrived)
 
     @property
@@ -123,7 +123,7 @@ class GroupTape:
         self.entries.setdefault(name, []).append((source, record))
 
     def arrive(self, name: str, source: Source) -> bool:
-        """Count a use with gradients; return True for the last."""
+        """Count the arrival of a use's gradients; return True for the last use."""
         arrived = self._arrived[name] = self._arrived.get(name, 0) + 1
         if arrived > self._expected[name]:
             raise LogicalBatchError(
@@ -136,7 +136,7 @@ class GroupTape:
     # --- norms
 
     def measure(self, name: str, *, keep: bool, closing: bool) -> None:
-        """Measure a parameter's records; if `keep`, keep them, perhaps elsewhere unless `closing`."""
+        """Measure a parameter's records. If `keep`, keep them; they may be offloaded unless `closing`."""
         entries = self.entries.pop(name, [])
         if not entries:
             return
@@ -178,13 +178,13 @@ class GroupTape:
         return parts is not None and parts.is_termwise(name)
 
     def _slice(self, name: str, entries: list[tuple[Source, Record]]) -> Record:
-        """All ranks meet here."""
+        """Return this rank's slice of the sum of terms; all ranks must call it."""
         assert self.roots.parts is not None
         first, *others = (record.per_sample() for _, record in self._at_root(name, entries))
         return PerSampleGrad(self.roots.parts.sliced(name, sum(others, first)))
 
     def squares(self, *, keep: bool) -> list[Tensor]:
-        """Measure the rest, and return squared norms [B] to add up."""
+        """Measure the remaining records; return squared norms [B] whose sum is the group's."""
         for name in [name for name, n in self._expected.items() if self._arrived.get(name, 0) < n]:
             self.measure(name, keep=keep, closing=True)  # some branch had no backward
         small, self.small = self.small, {}
@@ -211,7 +211,7 @@ class GroupTape:
                 self._bundles.append(replace(bundle, record=kept[0]))
 
     def _complete(self, parts: Parts) -> None:
-        """All ranks meet here, in one order of groups."""
+        """Combine the squared norms of all ranks, which must call it in one order of groups."""
         cut, whole = self._norm_sq, self._whole_sq
         if cut or whole:
             none_B = torch.zeros_like((cut or whole)[0])
@@ -276,7 +276,7 @@ class GroupTape:
             source, away = waiting.pop(0)  # its memory is free after its sum
             record, differs = self._offload.fetch(away)
             dead_B, own_B = nonfinite_B, weight_B
-            if differs is not None:  # the norms are not those of these bits
+            if differs is not None:  # these are not the bits whose norms were measured
                 dead_B = differs.expand_as(weight_B) if dead_B is None else dead_B | differs
                 own_B = weight_B.masked_fill(dead_B, 0)
             self._add_sum(name, source, record, own_B, dead_B)
@@ -294,7 +294,7 @@ class GroupTape:
         self._sums[name] = self._sums[name] + part if name in self._sums else part
 
     def take(self, name: str) -> Tensor | None:
-        """Clipped sum of a parameter, once; this rank's slice, if its records are terms."""
+        """Return the clipped sum of a parameter, once; only this rank's slice if its records are terms."""
         if name in self.entries or name in self._waiting:
             self.sum(name)
         self._sum_bundles()

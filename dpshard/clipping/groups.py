@@ -45,8 +45,9 @@ def partition(
 def labelled(model: nn.Module, style: str | Sequence[Sequence[str]], trainable: Sequence[str]) -> dict[str, list[str]]:
     """Parameter names of each clipping group, by label.
 
-    "layer-wise": by the module that owns the parameter first. "block-wise": by the outermost element of a ModuleList, a
-    Sequential, or a ModuleDict of one class; others form one group. Raises ConfigurationError for an unknown style.
+    "layer-wise": by the first module that owns the parameter. "block-wise": by the outermost element of a ModuleList, a
+    Sequential, or a ModuleDict of one class; other parameters form one group. Raise ConfigurationError for an unknown
+    style.
     """
     if not isinstance(style, str):
         return _listed(model, style)
@@ -71,7 +72,7 @@ def form_groups(
 ) -> tuple[ClippingGroup, ...]:
     """Return groups with thresholds max_grad_norm / sqrt(M).
 
-    Raises ConfigurationError unless every trainable parameter is in exactly one group.
+    Raise ConfigurationError unless every trainable parameter is in exactly one group.
     """
     seen: dict[str, str] = {}
     for label, names in partition.items():

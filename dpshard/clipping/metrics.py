@@ -77,11 +77,11 @@ class BatchMetrics:
         self._losses.append(torch.stack([total, rows.double()]))
 
     def observe_sum(self, signal_norm: Tensor, noise_norm: float) -> None:
-        """Set the norms of the clipped sum [] and (expected) of its noise, both before division by the batch size."""
+        """Set the norm [] of the clipped sum and the expected norm of its noise, before division by the batch size."""
         self._signal, self._noise = signal_norm, noise_norm
 
     def over_ranks(self, labels: Sequence[str], stack: Callable[[Tensor], Tensor]) -> None:
-        """Replace the figures by all ranks'; `stack` gathers vectors as rows.
+        """Replace the figures by those over all ranks. `stack` gathers the ranks' vectors as rows.
 
         All ranks pass the labels of all groups, also of unused ones, in one order.
         """

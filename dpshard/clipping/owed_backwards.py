@@ -13,14 +13,14 @@ HALFWAY = "its backward failed half-way"
 
 
 class OwedBackwards:
-    """Forwards on one tape's samples."""
+    """The forwards of one tape, and the backwards that they still need."""
 
     def __init__(self) -> None:
         self.count = 0
         self._owed: set[int] = set()  # forwards without a backward
         self._used: set[int] = set()  # with a trainable parameter
         self._trained: set[int] = set()  # with records
-        self._reached: dict[int, bool] = {}  # in the running backward
+        self._reached: dict[int, bool] = {}  # by the running backward; True with records
         self._backward = -1
 
     def begin(self) -> None:
@@ -38,7 +38,7 @@ class OwedBackwards:
         if self.count not in self._used:
             self._owed.discard(self.count)
             return
-        # A backward to the inputs only brings no records.
+        # A backward to only the inputs brings no records, so hooks on the outputs count it.
         passes = functools.partial(self._pass, self.count)
         for x in outputs:
             if isinstance(x, Tensor) and x.requires_grad:
@@ -53,7 +53,7 @@ class OwedBackwards:
         if number != self._backward:
             self._backward = number
             self._reached.clear()
-            # If a backward raises, autograd drops its callbacks.
+            # Autograd drops the callback if the backward raises, so a failed one does not count.
             torch.autograd.Variable._execution_engine.queue_callback(self._complete)
         self._reached[forward] = self._reached.get(forward, False) or trained
 
@@ -68,7 +68,10 @@ class OwedBackwards:
         return not self._trained and bool(self._owed or self._used)
 
     def unfinished(self, *, inputs_suffice: bool) -> str | None:
-        """Return why the micro-batch is incomplete. `inputs_suffice`: a backward to inputs only completes it."""
+        """Reason why the micro-batch is incomplete, or None.
+
+        `inputs_suffice`: a backward to only the inputs completes it.
+        """
         if any(self._reached.values()):
             return HALFWAY
         if len(self._owed) == self.count > 0:

@@ -1,4 +1,4 @@
-"""Requests of the tape to ranks with parts of one model."""
+"""Operations that the tape needs if several ranks hold parts of one model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 class Parts(Protocol):
     """The ranks that hold the parts of one model. All see the same samples, in one order, unless `of_samples`.
 
-    [Note: Norms of parts] A rank may have a *part* of a per-sample gradient: squares add up over the ranks. Every rank
-    may have the same *whole*: the first rank counts it. Or each has a *term* of a sum over parts of a sequence: terms
-    add up before they are squared. A sample's factor comes from a norm that is bitwise equal on all ranks. So the ranks
-    release one vector, no longer than the threshold.
+    [Note: Norms of parts] Each rank may hold a *part* of a per-sample gradient: squares add up over the ranks. All may
+    hold the same *whole*: only the first rank counts it. Or each holds a *term* of a sum over parts of a sequence:
+    terms add up before they are squared. A sample's clip coefficient comes from a norm that is bitwise equal on all
+    ranks. So the ranks together release one vector, whose norm is at most the threshold.
     """
 
     size: int
@@ -21,9 +21,10 @@ class Parts(Protocol):
 
     @property
     def of_samples(self) -> bool:
-        """True if each rank has B samples of its own, whose rows meet parts on all ranks.
+        """True if each rank has B samples of its own, and parts on all ranks take rows of them.
 
-        Records of a part are of all ranks' W * B samples. If not, the next three methods return their argument.
+        Then the records of a part are of the W * B samples of all ranks. Otherwise the next three methods return their
+        argument.
         """
         ...
 
@@ -44,15 +45,15 @@ class Parts(Protocol):
         ...
 
     def is_cut(self, name: str) -> bool:
-        """Return True if the ranks hold parts of this parameter."""
+        """Return True if ranks hold parts of the parameter."""
         ...
 
     def is_termwise(self, name: str) -> bool:
-        """Return True if its records are terms of a sum over ranks."""
+        """Return True if the parameter's records are terms of a sum."""
         ...
 
     def adds_squares(self, name: str) -> bool:
-        """Return True if squares add up over the ranks."""
+        """Return True if the parameter's squares add up over ranks."""
         ...
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
@@ -77,5 +78,5 @@ class Parts(Protocol):
 
     @property
     def terms(self) -> Parts:
-        """The ranks with a term each."""
+        """The ranks that each hold a term of a sum."""
         ...

@@ -1,7 +1,7 @@
 """The uses of one compiled region.
 
 [Note: Rows of uses] Uses that can be recorded together form a row, and share the dummies of their slot. The region cuts
-these along the samples, so its code joins their records.
+the dummies along the samples, so its compiled code joins the records.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ class Row:
 
     uses: tuple[Use, ...]
     templates: tuple[Tensor, ...]
-    """Of all uses, joined along the samples."""
+    """Templates of all uses, joined along the samples."""
     dim: int = 0
 
     def cut(self, x: Tensor | None) -> Sequence[Tensor | None]:
-        """Parts, one a use."""
+        """Split a tensor along the samples into one part per use."""
         n = len(self.uses)
         return [x] * n if x is None or n == 1 else x.chunk(n, self.dim)
 
 
 def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
-    """Places of uses that can form a row."""
+    """Return, for each row, the places of its uses in `asked`."""
     counts = Counter(name for use, _ in asked for source in use.sources for name in source.roots)
     alike: dict[object, list[int]] = {}
     for i, (use, templates) in enumerate(asked):
@@ -67,13 +67,13 @@ def _joined(templates: tuple[Tensor, ...], dim: int, n: int) -> tuple[Tensor, ..
 
 @dataclass(frozen=True, slots=True)
 class RegionPlan:
-    """Facts that no call changes."""
+    """Facts about a region that are the same in every call."""
 
     rows: Sequence[Row]
     names: dict[int, list[str]]
-    """By group."""
+    """Parameters by group."""
     places: tuple[slice, ...]
-    """Of each row's gradients."""
+    """Place of each row's gradients among those of the slot."""
     anchors: list[int]
 
     def fits(self, rows: Sequence[Row]) -> bool:
@@ -84,7 +84,7 @@ class RegionPlan:
 
 
 def plan_region(rows: Sequence[Row], anchor_of: Mapping[str, int], group_of: Mapping[str, int]) -> RegionPlan:
-    """Plan of these rows."""
+    """Return the plan of these rows."""
     ends = accumulate((len(row.templates) for row in rows), initial=0)
     places = tuple(slice(start, end) for start, end in pairwise(ends))
     names: dict[int, list[str]] = {}

@@ -1,9 +1,10 @@
 """How one model is clipped: its groups, thresholds and anchors.
 
-[Note: Shared anchors] An anchor costs hundreds of Python calls. So consecutive groups share one, for `WAITING` bytes of
-clipped sums at most. On a GPU complete groups wait for each other up to `COMPLETE` bytes, to share launches. Three
-kinds keep their own anchors. Ranks with parts of a model must meet in each group, in one order. Offloaded records are
-fetched group by group. Sums of a group that spans stages wait for norms of other ranks.
+[Note: Shared anchors] An anchor costs hundreds of Python calls. So consecutive groups share one, up to `WAITING` bytes
+of clipped sums. On a GPU complete groups wait for each other up to `COMPLETE` bytes of records, to share kernel
+launches. Groups keep their own anchors in three cases. Ranks that hold parts of a model must meet in each group, in one
+order. Offloaded records are fetched group by group. Sums of a group that spans pipeline stages wait for norms of other
+ranks.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ COMPLETE = {"cpu": 0, "cuda": 2**27}
 
 
 class Sink(Protocol):
-    """Receives a backward's results."""
+    """Receives the results of a backward pass."""
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
         """Take a group's norms [B] on one tape."""
         ...
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """Gradients of the anchor, one per parameter."""
+        """Take an anchor's clipped sums; return one gradient per parameter for autograd."""
         ...
 
 
@@ -58,12 +59,12 @@ class Scheme:
         at_once: bool = False,
         spanning: frozenset[int] = frozenset(),
     ) -> None:
-        """Choose the anchors; one if all records arrive `at_once`."""
+        """Choose the anchors: only one if all records arrive `at_once`."""
         self.roots, self.function, self.execution, self.sink = roots, function, execution, sink
         self.spanning = spanning
         """Groups with parameters on other ranks; their owner calls `clip_spanning`."""
         self.groups = groups
-        """With the thresholds of the logical batch in progress."""
+        """Groups with the thresholds of the logical batch in progress."""
         kind = next((x.device.type for x in roots.values.values()), "cpu")
         self.waiting, self.complete = (most.get(kind, most["cpu"]) for most in (WAITING, COMPLETE))
         self.group_of = {name: group for group in groups for name in group.names}
@@ -76,7 +77,7 @@ class Scheme:
         self.groups_at = [[*dict.fromkeys(self.group_of[name].index for name in names)] for names in self.anchors]
         several = [] if at_once else [(i, indices) for i, indices in enumerate(self.groups_at) if len(indices) > 1]
         self.shared = {index: i for i, indices in several for index in indices}
-        """Anchors of groups that may close earlier."""
+        """Anchors of the groups that may close before their anchor."""
         self.withheld = {i for i, indices in enumerate(self.groups_at) if not spanning.isdisjoint(indices)}
         devices = {i: roots.values[self.anchors[i][0]].device for i, _ in several}
         self.gpus = {i: device for i, device in devices.items() if device.type == "cuda"}

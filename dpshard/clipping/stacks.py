@@ -1,7 +1,8 @@
 """Small uses of parameters that are recorded together.
 
-[Note: Uses with equal recipes] A small use waits until its group closes; uses with equal recipes and sizes become one.
-A write in the meantime is refused, because it changes the gradient. It breaks no bound: norm and sum both see it.
+[Note: Uses with equal recipes] A small use waits until its group closes. Then uses with equal recipes and sizes are
+joined. A write to their tensors in the meantime raises, because it changes the gradient. The bound would hold: norm and
+sum use the same values.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ FEWEST = 4
 _NBYTES, _VERSION = attrgetter("nbytes"), attrgetter("_version")  # a comprehension would be a call for each use
 
 _TOGETHER = 2**5
-"""Bytes of uses that become one, over the largest small use's; bounds copies."""
+"""Most bytes of joined uses, as a multiple of the largest small use's; it bounds copies."""
 
 
 @dataclass(slots=True)
@@ -55,7 +56,7 @@ def _row(uses: Sequence[Use], tensors: Sequence[Tensor]) -> _Row:
 
 @dataclass(slots=True)
 class Stack:
-    """Records of equal uses."""
+    """The joined records of uses with equal recipes."""
 
     names: list[str]
     stacked: Stacked
@@ -84,7 +85,7 @@ class Stacks:
         self._waiting: dict[Any, tuple[Recipe, list[_Row]]] = {}
         self._groups: set[int] = set()
         self.nbytes = 0
-        """Of all that waits."""
+        """Bytes of all uses that wait."""
 
     def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
         """Take uses of `groups`, with joined tensors."""
@@ -96,7 +97,7 @@ class Stacks:
         self.nbytes += row.nbytes
 
     def take(self, groups: Collection[int] | None = None) -> tuple[list[Stack], list[tuple[Use, Sequence[Tensor]]]]:
-        """Stacks of `groups` (None: all), and the uses without one."""
+        """Remove the uses of `groups` (None: all); return stacks of them, and the uses in no stack."""
         stacks: list[Stack] = []
         alone: list[_Row] = []
         if groups is not None and self._groups.isdisjoint(groups):
@@ -116,7 +117,7 @@ class Stacks:
         return stacks, [(row.uses[0], row.tensors) for row in alone]
 
     def _divide(self, rows: list[_Row], groups: Collection[int], dim: int) -> tuple[list[_Row], list[_Row]]:
-        """Split `rows`: parameters all in `groups`, some, or none, which stay."""
+        """Take from `rows` those with all parameters in `groups`, and those with some; return both."""
         inside: list[_Row] = []
         across: list[_Row] = []
         outside: list[_Row] = []
@@ -161,9 +162,9 @@ def _of_one(x: Tensor, dim: int, uses: int) -> torch.Size:
 
 
 def recipe_to_join(use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Source], uses: int = 1) -> Recipe | None:
-    """Recipe of a use that can be recorded with others, else None.
+    """Return the recipe of a use that can be recorded with others, else None.
 
-    `tensors`: of `uses` joined uses. `roots`: the parameters as sources.
+    `tensors`: those of `uses` joined uses. `roots`: the parameters as sources.
     """
     recipe = use.build
     if not isinstance(recipe, Recipe) or recipe.axis.adjacent or recipe.axis.routed:

@@ -32,7 +32,7 @@ from dpshard.rules.derived import pull_back_per_sample
 __all__ = ["ClippedSums", "Clipper", "Pass", "Roots", "Sink", "Take", "Tape", "Use"]
 
 Take = Callable[[str], Tensor | None]
-"""See ClippedSums.take."""
+"""From a parameter's name to its clipped sum, which it returns once."""
 
 
 class Tape:
@@ -49,7 +49,7 @@ class Tape:
         loss_scale: float,
         owners: Owners | None = None,
     ) -> None:
-        """Take B = `batch_size` samples, or rows of `owners`."""
+        """Take `batch_size` samples, or rows whose samples `owners` gives."""
         self.clipper = clipper
         self.batch_size = batch_size
         self.owners = owners
@@ -76,11 +76,11 @@ class Tape:
         return tap(output, keep, tokens, arrive)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return a tensor equal to each template, for records; float64 holds integer ones exactly."""
+        """Return a view of each template; in backward, the views' gradients arrive as records."""
         return self.region([Row((use,), templates)])[0]
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Slots of a compiled region's uses, by row."""
+        """Return the dummies of a compiled region's uses, by row."""
         if not rows:
             return []
         plan = self.clipper.plan_of(rows)
@@ -106,7 +106,7 @@ class Tape:
                 self.arrive(use, parts)
 
     def expect(self, use: Use) -> tuple[list[Tensor], Arrive]:
-        """Expect records of `use`; return its tokens, and a receiver."""
+        """Expect records of `use`; return its tokens, and the function that receives the records."""
         if self.clipper.execution.backward_passes == 2:
             self.kept_outputs.note()
         tokens, anchors = [], self.clipper.anchors_of(use.sources)
@@ -128,7 +128,7 @@ class Tape:
         return list(self._tokens.values())
 
     def unused_anchor_tokens(self) -> list[Tensor]:
-        """Tokens of unused anchors in used groups: DDP's reducer waits for them."""
+        """Tokens of unused anchors in used groups: DDP's reducer waits for their gradients."""
         names = [name for index in self.groups for name in self.clipper.groups[index].names]
         anchors = self.clipper.anchors_of([self.clipper.sources[name] for name in names])
         tokens = [self.clipper.token(anchor) for anchor in anchors if anchor not in self._tokens]
@@ -206,7 +206,7 @@ class Tape:
         return self.groups[index]
 
     def expire(self) -> None:
-        """Refuse records that have not arrived."""
+        """Refuse all records that arrive from now on."""
         self._epoch = -1
 
     def between_passes(self) -> None:
@@ -234,7 +234,7 @@ class Clipper(Scheme):
         at_once: bool = False,
         spanning: frozenset[int] = frozenset(),
     ) -> None:
-        """See Scheme."""
+        """Choose the anchors: only one if all records arrive `at_once`."""
         super().__init__(roots, groups, function, execution, sink, at_once=at_once, spanning=spanning)
         keep = execution.records_on_device
         self.offload = None if keep is None else Offload(keep)
@@ -247,7 +247,7 @@ class Clipper(Scheme):
         """Outputs of the anchors used since their last backward."""
 
     def twin(self, sink: Sink) -> Clipper:
-        """Return a clipper of the same groups, in one pass."""
+        """Return a clipper of the same groups with one backward pass."""
         execution = replace(self.execution, backward_passes=1)
         return Clipper(self.roots, self.groups, self.function, execution, sink)
 
@@ -262,12 +262,12 @@ class Clipper(Scheme):
         return [x for x in anchored if x.requires_grad]
 
     def plan_of(self, rows: Sequence[Row]) -> RegionPlan:
-        """Plan of a region."""
+        """Return the plan of a region, kept from an earlier call if the rows are the same."""
         first = rows[0].uses[0]
         plan = self._plans.get(first)
         if plan is None or not plan.fits(rows):
             plan = plan_region(rows, self._anchor_of, {name: group.index for name, group in self.group_of.items()})
-            if len(rows) > 1:  # a single use may be of one forward only
+            if len(rows) > 1:  # a single use may belong to only one forward
                 self._plans[first] = plan
         return plan
 

@@ -1,9 +1,10 @@
 """Clipping thresholds: fixed, or following a quantile of the gradient norms at a cost in privacy.
 
-[Note: Counts within the same noise] Each group counts its unclipped samples: the sum over samples of b - 1/2, b in {0,
-1}. One sample changes it by 1/2. A sample without a gradient in the group has b = 1, because other samples may decide
-whether a group runs. One Gaussian mechanism releases all. The sums have sensitivity S = sqrt(sum R_m^2) and noise
-deviation s, the M counts sqrt(M) / 2 and t. In units of its noise, one sample changes the whole by
+[Note: Counts within the same noise] Each group sums b - 1/2 over the samples; b is 1 if a sample is not clipped, else
+0. One sample changes this count by 1/2. A sample without a gradient in the group has b = 1, because other samples may
+decide whether a group runs. One Gaussian mechanism releases all sums and counts. The sums have sensitivity S = sqrt(sum
+R_m^2) and noise deviation s, the M counts have sqrt(M) / 2 and t. In units of the noise, one sample changes the whole
+by
 
     (S / s)^2 + (M / 4) / t^2 = (1 - share) / sigma^2 + share / sigma^2 = 1 / sigma^2
 
@@ -11,8 +12,9 @@ if s = sigma S / sqrt(1 - share) and t = sigma sqrt(M / share) / 2. So a step is
 thresholds. The next one may use the released counts (adaptive composition). Andrew et al. 2021, arXiv:1905.03871, Thm.
 1; several groups: He et al. 2022, arXiv:2212.01539.
 
-[Note: Noise of one count] Ranks that repeat a step may count a sample at its threshold differently. The noise depends
-on the exact counts ([Note: Equal sums, equal noise] in noise/digest.py), so all later steps then get independent noise.
+[Note: Noise of one count] A repeated step may count a sample at its threshold differently. The noise
+depends on the exact counts ([Note: Equal sums, equal noise] in noise/digest.py), so all later steps then get
+independent noise.
 """
 
 from __future__ import annotations
@@ -89,11 +91,11 @@ class Thresholds:
         return sigma * sensitivity(self._clipper.groups)
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """Exact counts that `move` will release."""
+        """Exact counts, to which `move` adds noise."""
         return []
 
     def refuse_own_loop(self) -> None:
-        """Raise LogicalBatchError if these need `engine.batches`."""
+        """Raise LogicalBatchError if these thresholds need `engine.batches`."""
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
         """Adapt to a released step, by the `metrics` of all ranks."""
@@ -127,7 +129,7 @@ class TrackedThresholds(Thresholds):
         self._first = self.values
 
     def gradient_noise(self, sigma: float) -> float:
-        """See Thresholds."""
+        """Return the deviation of the clipped sums' noise, larger because the counts take a share."""
         return super().gradient_noise(sigma / math.sqrt(1 - self._tracking.budget_share))
 
     def count_noise(self, sigma: float) -> float:
@@ -135,14 +137,14 @@ class TrackedThresholds(Thresholds):
         return sigma * math.sqrt(len(self._first) / self._tracking.budget_share) / 2
 
     def counts(self, collector: HasMetrics) -> list[str]:
-        """See Thresholds."""
+        """Exact counts, to which `move` adds noise."""
         return [str(self._counts(collector.complete_metrics()).tolist())]
 
     def _counts(self, metrics: BatchMetrics) -> Tensor:
         return metrics.unclipped_excess([group.label for group in self._clipper.groups])
 
     def refuse_own_loop(self) -> None:
-        """See Thresholds."""
+        """Raise LogicalBatchError: these thresholds need `engine.batches`."""
         # A repeated backward would silently count a sample twice.
         raise LogicalBatchError(
             "adaptive_clipping counts samples, so each must come once. Iterate over engine.batches(dataset, "
@@ -150,9 +152,9 @@ class TrackedThresholds(Thresholds):
         )
 
     def move(self, metrics: BatchMetrics, noise: KeyedGaussian, *, step: int, sigma: float, batch_size: int) -> None:
-        """See Thresholds."""
+        """Move the thresholds by the noisy counts of a released step."""
         tracking, counts_M = self._tracking, self._counts(metrics)
-        # Its own secret; on the CPU, because all ranks must draw the same.
+        # A secret of its own. On the CPU, because all ranks must draw the same noise.
         noise = KeyedGaussian(derive_key(noise.secret, "clipping counts"), secure=noise.secure)
         noise.add_(counts_M, step=step, name="clipping counts", std=self.count_noise(sigma))
         moved = []
@@ -168,7 +170,7 @@ class TrackedThresholds(Thresholds):
         return {"values": list(self.values)}
 
     def load_state_dict(self, state: Any) -> None:
-        """See Thresholds."""
+        """Load the thresholds of the next step, or raise CheckpointError."""
         values: Any = state.get("values") if isinstance(state, dict) else None
         sound = isinstance(values, Sequence) and len(values) == len(self._first)
         if not sound or not all(is_number(value) and 0 < value < math.inf for value in values):

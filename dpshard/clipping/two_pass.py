@@ -1,7 +1,7 @@
 """Two backward passes through the model per backward of the loss: norms, then clipped sums.
 
 [Note: Two passes] See docs/architecture.md. Both passes must compute the same gradients. So they draw the same random
-numbers, and no hook may write their first gradients. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
+numbers, and no hook may write to the gradients that start them. Goodfellow 2015, arXiv:1510.01799; Lee & Kifer 2020.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def _drawn_again(seeds: list[Tensor]) -> AbstractContextManager[None]:
 
 
 def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:
-    """Run `forward`, and cut its output off."""
+    """Run `forward`, and cut its outputs from the graph; their backward runs both passes."""
     if tape.forwards.count > 1:
         raise LogicalBatchError(
             "The model was called twice for the samples of one micro-batch; with two backward passes each call would "

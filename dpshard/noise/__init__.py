@@ -1,7 +1,7 @@
-"""The noise of a release: a function of run secret, step, sums, parameter and element. Each rank draws its shard's.
+"""The noise of a release: a function of run secret, step, sums, parameter and element.
 
-Begin with `keyed.py`; `backends/grad_store.py` calls its `release_`. May import `randomness`, `kernels` and below. Not
-for users.
+Each rank draws the noise of its shard. Begin with `keyed.py`; `backends/grad_store.py` calls its `release_`. May import
+`randomness`, `kernels` and below. Not for users.
 """
 
 LOG2_STD = 24

@@ -1,11 +1,11 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
 The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the last b - 1 vectors y
-of the rank's shards. The key of the newest identifies the path to its step. On another path, the ring runs through all
-steps again. So buffers are never saved, and fit any mesh.
+of the rank's shards. The key of the newest identifies the path to its step. On another path, the ring computes all
+steps again. So buffers need not be saved, and the mesh may change.
 
-They round otherwise than vectors drawn again. The difference would show the rounding of the noise, so both must never
-have one key.
+Buffered noise rounds differently from noise of vectors drawn again. The difference would show the rounding of the
+noise, so the two kinds must never share a key.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class _Ring:
         KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
         columns = self.vectors[:, lo : lo + len(y)]
         for j, c in enumerate(self._coefficients[1 : step + 1], start=1):
-            # Two operations: a fused one would round otherwise at the ends of vector loads.
+            # Two operations: a fused one would round differently at the ends of vector loads.
             y.sub_(columns[(step - j) % len(columns)] * c)
         columns[step % len(columns)].copy_(y)
 
@@ -137,7 +137,7 @@ class BufferedGaussian(KeyedGaussian):
 
 
 def _pieces(shards: Sequence[SumShard]) -> Iterator[tuple[int, list[SumShard]]]:
-    """Yield groups of about BLOCK elements of shards cut between blocks, and their places."""
+    """Cut shards between blocks; yield groups of about BLOCK elements, each after its place."""
     group: list[SumShard] = []
     lo = at = 0
     for shard in shards:

@@ -6,7 +6,7 @@ sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
 
 A sample takes part at steps at least b apart, with contributions of norm at most R. Let e_n be the largest |c_m| with m
 >= n, and E the Toeplitz matrix of e. The sample moves C S by at most R |E_0 + E_b + E_{2b} + ...|; docs/accounting.md
-has the proof. The first n rows move by at most these rows of the sum, of e for all steps. If c_n = 0 for n >= b,
+has the proof. The first n rows of C S move by at most those of this sum, with e over all steps. If c_n = 0 for n >= b,
 columns at a distance of b are orthogonal, so C may replace E.
 """
 
@@ -33,7 +33,7 @@ class Correlation(Protocol):
 
     @property
     def bands(self) -> int:
-        """Non-zero coefficients of one of the two."""
+        """Number of non-zero coefficients of one of the two."""
         ...
 
     def noising(self, steps: int) -> Series:
@@ -115,9 +115,10 @@ class BandMF:
 
 @lru_cache(maxsize=16)
 def explicit(correlation: BandedInverse | BandMF, steps: int, separation: int) -> BandedInverse | BandMF:
-    """Return `correlation` with its coefficients for a run; see `furthest_moves` for `separation`.
+    """Return `correlation` with its coefficients for a run.
 
-    Raises ConfigurationError for noise that grows from step to step.
+    A sample takes part at most once in any `separation` steps. Raise ConfigurationError for noise that grows from step
+    to step.
     """
     if correlation.coefficients is not None:
         return _supported(_with(correlation, np.array(correlation.coefficients)), steps)
@@ -153,7 +154,7 @@ def sensitivities(correlation: Correlation, steps: int, separation: int) -> Seri
 def furthest_moves(strategy: Series, separation: int) -> Series:
     """Bound how far one sample moves the first n rows of C S, for n = 1, ..., len(strategy).
 
-    Its contributions of norm 1 are at least `separation` steps apart. Raises ConfigurationError if a bound overflows.
+    Its contributions of norm 1 are at least `separation` steps apart. Raise ConfigurationError if a bound overflows.
     """
     overlap = strategy[separation:].any()
     move = sum_of_columns(never_rising(strategy) if overlap else strategy, separation)

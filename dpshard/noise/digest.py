@@ -59,7 +59,7 @@ class SumDigest:
     def part(self, shards: Sequence[SumShard]) -> Tensor:
         """Return the digest of these shards, int64 [2], on the device of the first; parts add up.
 
-        Raises ConfigurationError for a shard that cannot get noise.
+        Raise ConfigurationError for a shard that cannot get noise.
         """
         require_shards(shards)
         filled = [shard for shard in shards if shard.local.numel()]
@@ -94,7 +94,7 @@ class SumDigest:
         return whole
 
     def _add_natively_(self, total: Tensor, shards: Sequence[SumShard]) -> None:
-        """Add the digest of shards that compiled code supports. Where they lie is learnt once."""
+        """Add the digest of shards that compiled code supports. Their layout is computed once."""
         names, tensors, starts, *_ = zip(*shards, strict=True)
         sizes, itemsizes = tuple(map(Tensor.numel, tensors)), tuple([x.itemsize for x in tensors])
         layout = names, starts, sizes, itemsizes

@@ -17,9 +17,9 @@ up to one cosine. Noise is added in float64, and the result is rounded once.
 [Note: Noise on a grid]
 `KeyedDiscreteGaussian` rounds each element x of the sum to a grid of step g = std / s, s = 2^24. To x / g it adds an
 integer of the discrete Gaussian with parameter s.
-- Rounding moves x / g by at most 1/2, and its quotient by at most 2^-6 below LIMIT = 2^48. So in d elements, two sums
-  differ by at most R / g + ROUNDING sqrt(d), ROUNDING = 1 + 2^-5. The accountant charges for it ([Note: The price of a
-  grid] in accounting/releases.py). Clamping at LIMIT moves no sums farther apart.
+- Rounding to the grid moves x / g by at most 1/2. Rounding of the quotient moves it by at most 2^-6 below LIMIT = 2^48.
+  So in d elements, two sums differ by at most R / g + ROUNDING sqrt(d), ROUNDING = 1 + 2^-5. The accountant charges for
+  it ([Note: The price of a grid] in accounting/releases.py). Clamping at LIMIT moves no sums farther apart.
 - Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU, because GPUs multiply by a reciprocal.
 - Rejection takes a random number of bits per integer. So each piece of a block has its own key, and is drawn whole.
@@ -59,7 +59,7 @@ from dpshard.noise.pieces import (
 from dpshard.randomness import RandomSource, derive_each, derive_key, derive_keys
 
 BLOCK = 2**20
-"""Elements under one key. A change of this, HEAD, SUMMANDS or the lengths of pieces changes what run secrets mean."""
+"""Elements under one key. A change of this, HEAD, SUMMANDS or the lengths of pieces changes the noise of every run."""
 
 HEAD = 2**11
 """Elements at the head of a block, under their own key."""
@@ -199,7 +199,7 @@ class KeyedGaussian:
         norm_sq = _norm_sq(blocks.parts)
         if std > 0:
             self._release_blocks_(blocks, step, std, divisor)
-            # Compiled code and numpy write where torch does not see it.
+            # Writes of compiled code and numpy do not raise the version.
             torch.autograd.graph.increment_version(parts)
         else:
             torch._foreach_div_([x.detach() for x in parts], divisor)
@@ -259,7 +259,7 @@ class KeyedGaussian:
 
     def _privatize(self, piece: Tensor, noise: NDArray[Any], std: float, divisor: float) -> None:
         """Turn `piece` into (piece + std * noise) / divisor, rounded once. Overwrites `noise`."""
-        host = piece.cpu()  # itself on the CPU; a GPU would round otherwise
+        host = piece.cpu()  # no copy on the CPU; a GPU would round differently
         native.release_(host.numpy(), noise, std, divisor)
         if host is not piece:
             piece.copy_(host)
@@ -372,7 +372,7 @@ class NoiseTerm(NamedTuple):
 
     weight: float
     secret: bytes
-    """Of the release that first had them, 32 bytes."""
+    """Secret of the release that first used them, 32 bytes."""
     step: int
 
 

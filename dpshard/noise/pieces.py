@@ -1,6 +1,6 @@
 """The parts of shards under one key each: blocks, and their short pieces, whose noise is drawn together.
 
-What depends on neither keys nor values is learnt once: a `Layout` of shards, and its `BlockPieces`.
+A `Layout` of shards and its `BlockPieces` depend on neither keys nor values, so they are computed once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Layout:
     counts: tuple[int, ...]
     """Blocks of each shard."""
     endings: list[tuple[str, int]]
-    """What keys of blocks end with: names and numbers."""
+    """Names and numbers with which the keys of blocks end."""
 
 
 class Blocks(NamedTuple):
@@ -61,11 +61,11 @@ class BlockPieces(NamedTuple):
     """A plan for the noise of some blocks."""
 
     short: native.Pieces | None
-    """In the order of the blocks."""
+    """Short pieces, in the order of the blocks."""
     blocks: tuple[int, ...]
-    """The block of each of them."""
+    """The block of each short piece."""
     rests: tuple[int, ...]
-    """Those whose key is that of the rest of a block."""
+    """Places of the short pieces whose key is that of the rest of a block."""
     long: tuple[LongPiece, ...]
 
 
@@ -75,7 +75,7 @@ def dense(x: Tensor) -> Tensor:
 
 
 def blocks_of(names: Sequence[str], starts: Sequence[int], parts: Sequence[Tensor], size: int) -> Blocks:
-    """Return the blocks of `size` elements that contiguous parts meet, elements of parameters from `starts` on."""
+    """Cut contiguous parts between blocks of `size` elements. `starts`: place of each part in its parameter."""
     layout = _layout(tuple(names), tuple(starts), tuple(map(Tensor.numel, parts)), size)
     if len(layout.spans) == len(parts):
         return Blocks(layout, parts)

@@ -1,4 +1,4 @@
-"""Small records of several parameters as one, because calls cost more than their arithmetic."""
+"""Joins small records of several parameters, because their calls cost more than their arithmetic."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from dpshard.records.record import Record
 Small = PerSampleGrad | OuterProduct
 
 _SMALL_PRODUCT = {"cpu": 2**17, "cuda": 2**21}
-"""Bytes of a small product with its sum; copying it is faster than calls."""
+"""Most bytes of a small product with its sum: copying it costs less than calls."""
 _TOGETHER = 2**5
-"""Bytes of a bundle over those of the largest small product."""
+"""Most bytes of a bundle, as a multiple of the largest small product's."""
 
 _FEW = 2
-"""Small records on a CPU that are not worth joining."""
+"""Number of small records on a CPU up to which joining does not pay."""
 
 
 def is_small(record: Record) -> TypeGuard[Small]:
-    """Return True if calls cost more than arithmetic."""
+    """Return True if the record's calls cost more than its arithmetic."""
     if isinstance(record, OuterProduct):
         return _nbytes(record) <= small_bytes(record.rows.device)
     return isinstance(record, PerSampleGrad) and record.is_small
@@ -44,20 +44,20 @@ class Bundle:
     """Concatenated gradients of several parameters."""
 
     record: Record
-    """Gradients joined along their elements, or products as groups of one."""
+    """Gradients joined along their elements, or products joined as groups of one product."""
     shapes: Mapping[str, torch.Size]
-    """By parameter, in order."""
+    """Shapes by parameter, in order."""
 
     def clipped_sums(self, sum_weight_B: Tensor) -> dict[str, Tensor]:
-        """See record.py; by parameter."""
+        """Clipped sums by parameter."""
         total = self.record.clipped_sum(sum_weight_B).view(-1)
         sizes = [shape.numel() for shape in self.shapes.values()]
-        # Each becomes a gradient of its own.
+        # Copies, because each becomes a gradient of its own.
         parts: Sequence[Tensor] = [total] if len(sizes) == 1 else torch.split_with_sizes_copy(total, sizes)  # type: ignore[assignment]
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> Bundle:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         return replace(self, record=self.record.without(nonfinite_B))
 
 
@@ -106,5 +106,5 @@ def _nbytes(product: OuterProduct) -> int:
 
 
 def small_bytes(device: torch.device) -> int:
-    """Return the bytes of a small product with its sum."""
+    """Return the most bytes of a small product with its sum."""
     return _SMALL_PRODUCT.get(device.type, 0)

@@ -45,7 +45,7 @@ class Convolution:
         pixels = k * math.prod(n + 2 * p for n, p in zip(self.input.shape[3:], self.padding, strict=True))
         kernel = self.shape[2:].numel()
         dtype, device = accum_dtype(self.gradient), self.input.device
-        # Windows side by side are only moved.
+        # To unfold windows side by side only moves elements, so native code gains nothing.
         alike = self.input.dtype == self.gradient.dtype
         by_native = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, by_native=by_native)
@@ -55,13 +55,13 @@ class Convolution:
         return self.stride == self.shape[2:]
 
     def is_whole(self) -> bool:
-        """Return True if every window has a position; output padding adds windows."""
+        """Return True if every window has an output position; output padding adds windows without one."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
         positions = tuple((n + 2 * p - d * (k - 1) - 1) // s + 1 for n, p, d, k, s in sizes)
         return positions == tuple(self.gradient.shape[3:])
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py."""
+        """Squared norms [B]."""
         size = self.size
         if method is NormMethod.GHOST or (method is NormMethod.CHEAPEST and not size.instantiates(kept=False)):
             return self._ghost_norm_sq() if size.gram_by_pixels else self.outer().norm_sq(NormMethod.GHOST)
@@ -98,7 +98,7 @@ class Convolution:
         return self.gradient.unflatten(2, (self.groups, -1)).movedim(1, 3).flatten(3).mT
 
     def instantiated(self) -> tuple[Tensor, Tensor]:
-        """See OuterProduct.instantiated."""
+        """Return `per_sample` and squared norms [B]; the clipped sum must use these gradients."""
         gradient, norm_sq = self._made()
         return gradient, norms(gradient).square() if norm_sq is None else norm_sq
 
@@ -107,11 +107,11 @@ class Convolution:
         return floored(norm_sq, self.gradient, self.input, self.shape[2:].numel() ** 0.5)
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         return self._made()[0]
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
-        """Return squared norms [B] only if compiled code computed them, too."""
+        """Return per-sample gradients, and squared norms [B] if compiled code computed them, too."""
         if self.input.device.type != "cpu" or self._windows_are_apart:
             # On a GPU, groups would be many small kernels.
             return self.outer().per_sample(), None
@@ -133,7 +133,7 @@ class Convolution:
         return self.stride, self.padding, self.dilation
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         if self.size.is_long:
             # The ordinary gradient would round long sums unlike the measured ones.
             return PerSampleGrad(self.per_sample()).clipped_sum(sum_weight_B)
@@ -159,11 +159,11 @@ class Convolution:
         return total
 
     def real(self) -> Convolution | OuterProduct:
-        """See record.py."""
+        """Return the record with complex numbers as real pairs."""
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
-        """Return the gradient as rows and columns, the windows."""
+        """Return the gradient as an outer product, whose columns are the windows."""
         rank, G = len(self.stride), self.groups
         seen = windows(self.input.flatten(0, 1), self.shape[2:], self.stride, self.padding, self.dilation)
         for dim, positions in enumerate(self.gradient.shape[3:], start=2):
@@ -174,12 +174,12 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 
 _AT_ONCE = 4 * 2**20
-"""Bytes in one call."""
+"""Bytes of the tensors in one call."""
 
 
 def windows(

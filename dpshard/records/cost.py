@@ -10,8 +10,8 @@ Per sample of T positions, R rows and C columns, besides the 2TRC FLOPs of the c
 Gathering windows costs four times as much as a write and a read. For small images, the Gram matrix of pixels gives that
 of windows.
 
-The choice never depends on the clock, so a resumed run rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec. 4,
-choose by memory: ghost where 2 T^2 <= R C.
+The choice does not depend on measured times, so a resumed run rounds as before. Bu et al. 2022, arXiv:2205.10683, Sec.
+4, choose by memory: ghost where 2 T^2 <= R C.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from dpshard.kernels.triton import ghost_tile, supports_ghost_norm
 from dpshard.records.numerics import relative_floor
 
 _KEPT_UNTIL_THE_END, _KEPT_FOR_NOW = 2, 3
-"""Largest ratios of kept gradients to the record, in bytes: until other layers' norms, or summed at once."""
+"""Largest ratios of kept gradients to their record, in bytes: if they wait for norms, or are summed at once."""
 
 _CACHE, _CACHE_MEANWHILE = 16 * 2**20, 2**20
-"""Bytes that a CPU's cache keeps: until an immediate read, or after other layers."""
+"""Bytes that a CPU's cache still holds at an immediate read, or after other layers."""
 
 _TENSOR_CORES = 8
 """Speed of half-precision kernels over float32 products; not measured."""
@@ -44,10 +44,10 @@ class ProductSize:
     R: int
     C: int
     dtype: torch.dtype
-    """Of norms and sums."""
+    """Dtype of norms and sums."""
     device: torch.device
     nbytes: int
-    """Of rows and columns."""
+    """Bytes of rows and columns."""
     pixels: int = 0
     """Elements of one channel of a convolution's padded input."""
     kernel: int = 1
@@ -63,7 +63,7 @@ class ProductSize:
         return self.B * self.G * self.R * self.C * self.dtype.itemsize
 
     def may_be_kept(self, *, closing: bool) -> bool:
-        """Return True if memory allows to keep per-sample gradients; `closing`: they are summed at once.
+        """Return True if memory allows per-sample gradients to be kept. `closing`: they are summed at once.
 
         With B = 1 a gradient is as large as its clipped sum.
         """
@@ -76,9 +76,9 @@ class ProductSize:
         return relative_floor(self.dtype) * self.T > 0.5
 
     def instantiates(self, *, kept: bool, closing: bool = False) -> bool:
-        """Return True if the gradient itself gives the norm more cheaply; `kept`: the clipped sum reuses it.
+        """Return True if the norm is cheaper from the gradient itself. `kept`: the clipped sum reuses the gradient.
 
-        `closing`: at once. With B = 1 the sum needs it anyway.
+        `closing`: it does so at once. With B = 1 the sum needs the gradient anyway.
         """
         if self.is_long:
             return True
@@ -91,7 +91,7 @@ class ProductSize:
         return self._dropped() < self._ghost()
 
     def _dropped(self) -> int:
-        """Kernels and native code do not write the gradient."""
+        """FLOPs of a norm by gradients that are not kept; Triton and native code do not even write them."""
         product = 2 * self.T * self.R * self.C
         if self.by_triton:
             return product // _TENSOR_CORES
@@ -121,7 +121,7 @@ class ProductSize:
         return ghost_flops(self.T, self.R, self.C, self.device, self.dtype) + unfolding
 
     def _flops_a_number(self, *, waits: bool = False) -> int:
-        """FLOPs in the time of one write and two reads of a number; `waits`: the second comes late."""
+        """FLOPs in the time of one write and two reads of a number; `waits`: the second read comes late."""
         return self._flops_a_byte(waits) * self.dtype.itemsize
 
     def _flops_a_byte(self, waits: bool) -> int:

@@ -27,7 +27,7 @@ class EmbeddingRecord:
         return torch.where((self.ids >= 0)[:, :, None], wide(self.values), 0)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; without a [T, T] or [B, V, C]."""
+        """Squared norms [B], without a tensor [T, T] or [B, V, C]."""
         values = self.read()
         ids, order = self.ids.sort(dim=1)
         starts = torch.ones_like(ids, dtype=torch.bool)
@@ -39,12 +39,12 @@ class EmbeddingRecord:
         return torch.maximum(norms(runs), floor).square()
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         values = self.read()
         return _added(values, self.ids.clamp(min=0), self._count()).view(len(values), *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         values = self.read() * sum_weight_B.to(wide(self.values).dtype)[:, None, None]
         return add_rows(values.flatten(0, 1), self.ids.clamp(min=0).flatten(), self._count()).view(self.shape)
 
@@ -52,18 +52,18 @@ class EmbeddingRecord:
         return self.shape.numel() // max(self.values.shape[2], 1)
 
     def real(self) -> EmbeddingRecord:
-        """See record.py."""
+        """Return the record with complex numbers as real pairs."""
         if not self.values.is_complex():
             return self
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))
 
 
 def _added(values: Tensor, rows_BT: Tensor, count: int) -> Tensor:
-    """[B, count, C] from values [B, T, C]."""
+    """Sum values [B, T, C] by row, to [B, count, C]."""
     B, _, C = values.shape
     if not has_atomics(values.device):
         return values.new_zeros(B, count, C).scatter_add_(1, rows_BT[:, :, None].expand_as(values), values)

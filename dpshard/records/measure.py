@@ -25,7 +25,7 @@ from dpshard.records.vocabulary import HeadRecord
 
 
 def join(records: Sequence[Record]) -> list[Record]:
-    """Join records of one gradient, to one of each kind."""
+    """Join the records of one gradient, so that each kind has one."""
     if len(records) == 1:
         return list(records)
     kinds: dict[object, list[Record]] = {}
@@ -35,7 +35,7 @@ def join(records: Sequence[Record]) -> list[Record]:
 
 
 def _expanded(records: Sequence[Record]) -> Callable[[Record], Record]:
-    # A tied embedding needs a few rows of a head; others need all.
+    # The inner product with a tied embedding needs few rows of a head; other records need all.
     tied = sum(isinstance(r, HeadRecord) for r in records) == 1
     tied = tied and all(isinstance(r, HeadRecord | EmbeddingRecord) for r in records)
     kinds = Convolution if tied else (Convolution, HeadRecord)
@@ -58,7 +58,7 @@ _TERMS: dict[type[Any], dict[str, int]] = {
     RoutedReads: {"ids": 0, "values": 0, "sample": 0},
     RoutedProduct: {"rows": 0, "cols": 0, "sample": 0, "group": 0},
 }
-"""The fields that hold the terms of a record's sum, and their dimension of terms."""
+"""The fields that hold the terms of a record's sum, and the dimension of the terms."""
 
 
 def _join(kind: Sequence[Record]) -> Record:

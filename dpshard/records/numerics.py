@@ -57,7 +57,7 @@ def flat(x: Tensor) -> Tensor:
 
 
 def norms(x: Tensor, dims: int = 1) -> Tensor:
-    """Norms over all but the first `dims` dimensions, plus what underflow may hide; float32 or wider."""
+    """Norms over all but the first `dims` dimensions, plus a bound on what underflow hides; float32 or wider."""
     n, dtype = x.shape[dims:].numel(), accum_dtype(x)
     rows, whole = x.reshape(*x.shape[:dims], n), n // _LONG * _LONG
     if whole:
@@ -75,12 +75,12 @@ def zero_rows(x: Tensor, nonfinite_B: Tensor) -> Tensor:
 
 
 def has_atomics(device: torch.device) -> bool:
-    """Return True if index_add_ adds in an order that does not repeat."""
+    """Return True if index_add_ is not deterministic on this device."""
     return device.type != "cpu"
 
 
 def add_rows(values: Tensor, rows_N: Tensor, count: int) -> Tensor:
-    """Sum values [N, *shape] by row, [count, *shape], in an order that repeats."""
+    """Sum values [N, *shape] by row, [count, *shape], deterministically."""
     if values.is_complex() or not has_atomics(values.device):
         return values.new_zeros(count, *values.shape[1:]).index_add_(0, rows_N, values)
     flat_NC = values.reshape(len(values), values.shape[1:].numel())
@@ -91,7 +91,7 @@ def add_rows(values: Tensor, rows_N: Tensor, count: int) -> Tensor:
 def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Inner products [..., stop - start, stop] of the vectors [start, stop) of x [..., T, n] with the first `stop`.
 
-    The diagonal includes what underflow may hide.
+    The diagonal includes a bound on what underflow hides.
     """
     T, n = x.shape[-2:]
     # A single sum over a vocabulary would round by more than the floor.
@@ -119,9 +119,9 @@ def relative_floor(dtype: torch.dtype) -> float:
 def gram_bound(norm_sq: Tensor, scale: Tensor) -> Tensor:
     """Upper bounds [B] of squared norms that were measured as sums `norm_sq` [B] of inner products.
 
-    `scale` [B]: sum of the norms of the gradients in them. Rounding loses what cancels among inner products, but not in
-    the clipped sum, so a sample could exceed the threshold. So no squared norm may be below the rounding of scale^2.
-    For orthogonal gradients of equal norm, this raises norms from T = 8,192 in float32.
+    `scale` [B]: sum of the norms of the gradients in them. Inner products may cancel until rounding hides the norm,
+    which the clipped sum keeps. Then a sample could exceed the threshold. So no squared norm may be below the rounding
+    error of scale^2. For orthogonal gradients of equal norm, this raises norms from T = 8,192 in float32.
     """
     # abs: a sum of inner products may be -inf.
     return torch.maximum(norm_sq.abs(), relative_floor(scale.dtype) * scale.square())
@@ -133,7 +133,7 @@ def sum_floor(scale: Tensor) -> Tensor:
 
 
 def checksum(x: Tensor) -> Tensor:
-    """Return the sum [] of the bits of `x`, as int64 words that wrap around: exact in any order."""
+    """Return the sum [] of the bits of `x`, as int64 words that wrap around: equal in any order."""
     x = as_real(x)
     if x.dtype == torch.float64:
         words = x.detach().contiguous().view(torch.int64)

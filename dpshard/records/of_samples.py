@@ -39,7 +39,7 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
 
 @dataclass(frozen=True, slots=True)
 class Owners:
-    """The sample of each row of packed samples."""
+    """The sample to which each row belongs, if rows hold packed samples."""
 
     sample_N: Tensor
     """int64 [N]; negative: padding"""
@@ -50,7 +50,7 @@ class Owners:
         """Return the record of N rows as one of B samples."""
         B, padding_N = self.batch_size, self.sample_N < 0
         if isinstance(record, PerSampleGrad):
-            spare = torch.where(padding_N, B, self.sample_N)  # 0 * NaN would reach the others
+            spare = torch.where(padding_N, B, self.sample_N)  # row B for padding: 0 * NaN would reach others
             return PerSampleGrad(add_rows(wide(record.gradient), spare, B + 1)[:B])
         owned = of_samples(record, torch.arange(len(padding_N), device=padding_N.device), len(padding_N))
         assert isinstance(owned, RoutedProduct | RoutedReads)

@@ -45,7 +45,7 @@ class OuterProduct:
         )
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py."""
+        """Squared norms [B]."""
         if method is NormMethod.INSTANTIATE or (method is NormMethod.CHEAPEST and self.size.instantiates(kept=False)):
             if triton.supports_product(self.rows, self.cols):
                 return self._floored(triton.gradient_norm_sq(self.rows, self.cols))
@@ -73,7 +73,7 @@ class OuterProduct:
         return gradient, norms(gradient).square()
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         if triton.supports_product(self.rows, self.cols):
             return triton.per_sample(self.rows, self.cols)[0].view(-1, *self.shape)
         B = len(self.rows)
@@ -81,7 +81,7 @@ class OuterProduct:
         return torch.bmm(rows.mT, cols).view(B, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         if triton.supports_product(self.rows, self.cols):
             return triton.weighted_sum(self.rows, self.cols, sum_weight_B.float()).view(self.shape)
         rows, cols = wide(self.rows), wide(self.cols)
@@ -93,7 +93,7 @@ class OuterProduct:
         return torch.bmm(rows_GNR.mT, cols_GNC).view(self.shape)
 
     def real(self) -> OuterProduct:
-        """See record.py. The parts of (a + ib) c are a times those of c, and b times those of ic."""
+        """Return the record as real pairs. The parts of (a + ib) c are a times those of c, and b times those of ic."""
         if not self.rows.is_complex():
             return self
         rows = torch.cat((self.rows.real, self.rows.imag), 2)
@@ -101,16 +101,16 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         if triton.supports_product(self.rows, self.cols):
             return self  # the kernel reads no sample of weight 0
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))
 
 
 def floored(norm_sq: Tensor, rows: Tensor, cols: Tensor, overlap: float = 1.0, *, dims: int = 1) -> Tensor:
-    """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum from other products.
+    """Raise `norm_sq` [B] to at least the squared rounding error of a clipped sum, which uses other products.
 
-    `dims`: 1 to match samples, 2 also their groups. `overlap`: bound on the columns' norm over that of `cols`.
+    `dims`: 1 for one floor per sample, 2 for one per group. `overlap`: bound on the columns' norm over that of `cols`.
     """
     # sum_t |r_t| |c_t| <= |rows| |cols|.
     rounding = relative_floor(accum_dtype(rows)) * overlap

@@ -10,10 +10,10 @@ from torch import Tensor
 
 
 class OwnMemory:
-    """Copies records, shared tensors once."""
+    """Copies records, and a tensor that several share only once."""
 
     def __init__(self) -> None:
-        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # originals keep their addresses
+        self._copies: dict[Any, tuple[Tensor, Tensor]] = {}  # holds originals: no other gets their address
 
     def of(self, record: Any) -> Any:
         """Return a record with copies of its tensors."""

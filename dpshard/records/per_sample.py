@@ -19,31 +19,31 @@ class PerSampleGrad:
     gradient: Tensor
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py."""
+        """Squared norms [B]."""
         if triton.supports_row_norms(self.gradient):
             return triton.row_norm_sq(_rows(self.gradient))
         return _norm_sq(flat(self.gradient)) if self.is_small else norms(self.gradient).square()
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         return wide(self.gradient)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         shape = self.gradient.shape[1:]
         if triton.supports_rows(self.gradient):
             total = triton.weighted_rows(_rows(self.gradient)[None], sum_weight_B.float()[None])[0]
         else:
             rows = flat(self.gradient)
-            total = sum_weight_B.to(rows.dtype) @ rows  # a product that FLOP counters know
+            total = sum_weight_B.to(rows.dtype) @ rows  # FLOP counters count a matrix product
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
-        """See record.py."""
+        """Return the record with complex numbers as real pairs."""
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         if triton.supports_rows(self.gradient):
             return self  # the kernel reads no sample of weight 0
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))
@@ -65,4 +65,4 @@ def _norm_sq(rows: Tensor) -> Tensor:
 
 
 _SMALL = 2**12
-"""Elements of one sample."""
+"""Most elements of a small gradient of one sample."""

@@ -21,7 +21,7 @@ _EXACT = ("none", "ieee")
 
 
 def exact_products(device: torch.device) -> AbstractContextManager[Any]:
-    """Return a block with IEEE matrix products of float32."""
+    """Return a context with IEEE matrix products of float32."""
     return _exact(device, "matmul", _legacy_matmul)
 
 
@@ -54,7 +54,7 @@ def _exact(device: torch.device, operation: str, legacy: Callable[[], Any]) -> A
 
 @contextmanager
 def _switched(backend: str, operation: str, legacy: Callable[[], Any]) -> Iterator[None]:
-    # torch's kernels raise if its older switch disagrees; that one sets both.
+    # Kernels of torch raise if the older switch disagrees with the newer one; the older one sets both.
     before = {key: _precision(*key) for key in _touched(operation)}
     restore = legacy() if backend == "cuda" else None
     torch._C._set_fp32_precision_setter(backend, operation, "ieee")

@@ -8,8 +8,8 @@
     without          zeros for nonfinite_B (bool [B]), whose weights are 0 in later clipped sums
     real             a complex gradient as its real and imaginary parts, [*shape, 2]; a tape keeps no other
 
-A gradient is the sum of its records. Those of one kind join; other kinds have inner products, so norms include all
-cross terms.
+A gradient is the sum of its records. Records of one kind are joined. Norms include the inner products of different
+kinds, so all cross terms.
 """
 
 from dpshard.records.convolution import Convolution

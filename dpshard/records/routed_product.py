@@ -57,7 +57,7 @@ class RoutedProduct:
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
-        """Yield products of a similar number of rows, with the key sample * G + group of each."""
+        """Yield padded products of similar numbers of rows, and the key sample * G + group of each product."""
         key = torch.where(self.met, self.sample * self.groups + self.group, -1)
         keys, place, counts = torch.unique(key, return_inverse=True, return_counts=True)
         length = counts.double().log2().ceil().long().masked_fill(keys < 0, -1)
@@ -68,18 +68,18 @@ class RoutedProduct:
                 yield part._by(key[chosen], wide(part.rows))
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; groups are different elements of the weight."""
+        """Squared norms [B]. They add up over groups, which are different elements of the weight."""
         total = torch.zeros(self.batch_size, dtype=wide(self.rows).dtype, device=self.rows.device)
         for keys, product in self.by_length():
             total = total + add_rows(product.norm_sq(method), keys // self.groups, self.batch_size)
         return total
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         return self._placed(self.sample * self.groups + self.group, wide(self.rows), self.batch_size)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         rows = wide(self.rows)
         rows = rows * sum_weight_B.to(rows.dtype)[self.sample][:, None]
         if self.groups > 1:
@@ -97,7 +97,7 @@ class RoutedProduct:
         return out.view(n, *self.shape)
 
     def real(self) -> RoutedProduct:
-        """See OuterProduct.real."""
+        """Return the record with complex numbers as real pairs."""
         if not self.rows.is_complex():
             return self
         return replace(
@@ -110,7 +110,7 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
 

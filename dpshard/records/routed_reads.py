@@ -41,7 +41,7 @@ class RoutedReads:
         return add_rows(torch.linalg.vector_norm(self.read(), dim=1), self.sample, self.batch_size)
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py."""
+        """Squared norms [B]."""
         keys, place = torch.unique(self._keys(), return_inverse=True)
         runs = add_rows(self.read(), place, len(keys))
         norm_sq = add_rows(norms(runs).square(), keys // self.table, self.batch_size)
@@ -51,11 +51,11 @@ class RoutedReads:
         return self.sample * self.table + self.ids.clamp(min=0)
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         return add_rows(self.read(), self._keys(), self.batch_size * self.table).view(self.batch_size, *self.shape)
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         values = self.read() * sum_weight_B.to(wide(self.values).dtype)[self.sample][:, None]
         return add_rows(values, self.ids.clamp(min=0), self.table).view(self.shape)
 
@@ -79,11 +79,11 @@ class RoutedReads:
         return self.of(torch.arange(self.batch_size, device=self.ids.device))
 
     def real(self) -> RoutedReads:
-        """See record.py."""
+        """Return the record with complex numbers as real pairs."""
         if not self.values.is_complex():
             return self
         return replace(self, values=as_real(self.values).flatten(1), shape=torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> RoutedReads:
-        """See record.py."""
+        """Return the record with zeros for `nonfinite_B`."""
         return replace(self, values=zero_rows(self.values, nonfinite_B[self.sample]))

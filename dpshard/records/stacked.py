@@ -31,7 +31,7 @@ class Stacked:
         return norm_sq.view(self.uses, -1), replace(self, record=kept)
 
     def clipped_sums(self, sum_weight_nB: Tensor) -> Sequence[Tensor]:
-        """sum_i sum_weight_i * gradient_i of every use, n tensors of their own memory."""
+        """Return sum_i sum_weight_i * gradient_i of every use: n tensors, each with its own memory."""
         record, n = self.record, self.uses
         if isinstance(record, PerSampleGrad):
             shape = record.gradient.shape[1:]
@@ -46,7 +46,7 @@ class Stacked:
             return [OuterProduct(rows, cols, record.shape).clipped_sum(weight_B) for rows, cols, weight_B in parts]
         else:
             sums, shape = self._products(record, sum_weight_nB), record.shape
-        # Each becomes a gradient of its own.
+        # Copies, because each becomes a gradient of its own.
         return torch.unbind_copy(sums.view(n, *shape))  # type: ignore[return-value]
 
     def _products(self, record: OuterProduct, sum_weight_nB: Tensor) -> Tensor:
@@ -62,5 +62,5 @@ class Stacked:
         return torch.bmm(rows.mT, cols)
 
     def without(self, nonfinite_nB: Tensor) -> Stacked:
-        """See record.py; bool [n, B]."""
+        """Return the records with zeros for `nonfinite_nB` (bool [n, B])."""
         return replace(self, record=self.record.without(nonfinite_nB.flatten()))

@@ -39,7 +39,7 @@ class HeadRecord:
         return scale if len(self.shape) == 1 else wide(self.hidden.to(self.head.dtype)) * scale
 
     def norm_sq(self, method: NormMethod) -> Tensor:
-        """See record.py; by the forward's Gram matrices, or in chunks."""
+        """Squared norms [B], by the forward's Gram matrices or in chunks of classes."""
         cols, known = self.cols, self.at.gram
         scale_B = self.scale_of_terms()
         if known is None or method is NormMethod.INSTANTIATE:
@@ -62,11 +62,11 @@ class HeadRecord:
                 yield classes, rho(self.at, self.head, self.hidden, self.labels, classes)
 
     def per_sample(self) -> Tensor:
-        """See record.py."""
+        """Per-sample gradients [B, *shape]."""
         return self.outer().per_sample()
 
     def clipped_sum(self, sum_weight_B: Tensor) -> Tensor:
-        """See record.py."""
+        """Weighted sum of the gradients, [*shape]."""
         cols = self.cols
         cols_ND = (cols * sum_weight_B.to(cols.dtype)[:, None, None]).flatten(0, 1)
         total = cols_ND.new_empty(self.shape[0], cols_ND.shape[1])
@@ -88,12 +88,12 @@ class HeadRecord:
         return OuterProduct(rows[:, None], self.cols[:, None], self.shape)
 
     def real(self) -> HeadRecord:
-        """See record.py."""
+        """Return the record with complex numbers as real pairs."""
         return self
 
     def without(self, nonfinite_B: Tensor) -> HeadRecord:
-        """See record.py."""
-        # Against an infinite top, other logits have shares of zero.
+        """Return the record with zeros for `nonfinite_B`."""
+        # With an infinite top, the other logits have probability zero.
         top = self.at.top.masked_fill(nonfinite_B[:, None], torch.inf)
         total = self.at.total.masked_fill(nonfinite_B[:, None], 1)
         at = Positions(self.at.label_logit, top, total, None, None, self.at.label_slope)

@@ -1,4 +1,4 @@
-"""Who is in the batch: the draw of a step, its micro-batches, and their data.
+"""The samples of a batch: the draw of a step, its micro-batches, and their data.
 
 May import `randomness` and below. Begin with `plans.py`.
 """

@@ -39,12 +39,12 @@ class AllocationSampler:
         return samples[starts[place] : starts[place + 1]]
 
     def _sorted(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return the samples [N] by their step, and the start of each step [epoch_steps + 1]."""
+        """Return the samples [N] sorted by step, and the start of each step [epoch_steps + 1]."""
         source = RandomSource(derive_key(self.secret, "allocation", epoch))
         steps = np.empty(self.sample_size, np.uint16 if self.epoch_steps <= 2**16 else np.uint32)
         for start in range(0, self.sample_size, _DRAWN_AT_ONCE):
             part = steps[start : start + _DRAWN_AT_ONCE]
-            # Words of 64 bits: a step is as likely as another to 1 in 2^64 / epoch_steps.
+            # Words of 64 bits: the probabilities of steps differ by about epoch_steps / 2^64, relatively.
             part[:] = source.words(len(part)) % np.uint64(self.epoch_steps)
         ends = np.cumsum(np.bincount(steps, minlength=self.epoch_steps))
         return np.argsort(steps, kind="stable"), np.concatenate([[0], ends])

@@ -121,7 +121,7 @@ def require_dataset(dataset: Any, sample_size: int) -> None:
 class _Announced:
     """A batch sampler that appends each plan to `ahead`.
 
-    Each index comes with the step's key if `keyed`, and with the placement of packed rows.
+    Each index comes with the placement if rows are packed, or with the step's key if `keyed`.
     """
 
     plans: Iterable[MicroBatchPlan]
@@ -205,7 +205,7 @@ class _Sequences(Dataset):
 
 
 class _OneByOne(Dataset):
-    """A data set whose transforms never see two samples."""
+    """A data set read one sample at a time, so that no transform gets two."""
 
     def __init__(self, dataset: Any):
         self._dataset = dataset

@@ -17,7 +17,7 @@ from dpshard.randomness import RandomSource, derive_key
 from dpshard.sampling.plans import bernoulli_indices
 
 ROUNDS = 6
-"""Rounds of the permutation; part of the meaning of a run secret."""
+"""Rounds of the permutation. A change would change the order of every run."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +34,9 @@ class FixedOrderSampler:
         return self._permuted(positions)
 
     def _permuted(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the samples at `positions`: a Feistel network permutes 4^h >= N numbers; those >= N are permuted on.
+        """Return the samples at `positions`.
 
+        A Feistel network permutes 4^h >= N numbers; numbers >= N are permuted again.
         Black and Rogaway 2002, "Ciphers with arbitrary finite domains".
         """
         half = np.uint64(max(1, -(-(self.sample_size - 1).bit_length() // 2)))

@@ -31,13 +31,13 @@ class PackedTokens:
     units: int
     """U."""
     samples: int | None = None
-    """Number of units that are not padding, the first ones; None: those with tokens."""
+    """Number of units that are not padding, which come first; None: units with tokens."""
     everywhere: int | None = None
     """Units that every rank has in this micro-batch, if known."""
     planned_beside: bool | None = None
     """True if a row of some rank holds several units, if known."""
     given: tuple[Tensor, ...] = field(default=(), compare=False)
-    """Tensors [R, T] that came with them."""
+    """Other tensors [R, T] of the micro-batch."""
 
     def __post_init__(self) -> None:
         ids = self.unit_ids
@@ -98,7 +98,7 @@ class PackedTokens:
 
     @cached_property
     def side_by_side(self) -> bool:
-        """True if a row holds several units, of any rank if that is known."""
+        """True if a row holds several units; the rows of all ranks count if they are known."""
         beside = len({row for _, row, _, _ in self.runs}) < len(self.runs)
         return beside if self.planned_beside is None else self.planned_beside
 
@@ -114,7 +114,7 @@ class PackedTokens:
 
     @cached_property
     def is_padding(self) -> Tensor:
-        """Bool [U], on the CPU: units that count nothing."""
+        """Bool [U], on the CPU: units that contribute nothing."""
         there = torch.zeros(self.units, dtype=torch.bool)
         there[list(self.places)] = True
         if self.samples is not None:

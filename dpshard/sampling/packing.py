@@ -57,7 +57,7 @@ class Packing:
             )
 
     def length(self, dataset: Any, index: int) -> int:
-        """Return the tokens of a document that count, at most T; raise DataError for an empty one."""
+        """Return the number of tokens of a document that count, at most T; raise DataError for an empty one."""
         if self.lengths is not None:
             n = int(self.lengths[index])
         else:
@@ -79,7 +79,7 @@ class Placement:
 
 
 def packer(dataset: Any, packing: Packing | None) -> Callable[..., list[MicroBatchPlan]] | None:
-    """Return what plans the packed micro-batches of a data set, if any."""
+    """Return the function that plans the packed micro-batches of a data set, or None without packing."""
     return None if packing is None else functools.partial(plan_packed, dataset, packing)
 
 
@@ -92,9 +92,9 @@ def plan_packed(
     rank: int = 0,
     world_size: int = 1,
 ) -> list[MicroBatchPlan]:
-    """Return the micro-batches of `rank`, of at most `micro_batch_size` units, as many on all ranks.
+    """Return the micro-batches of `rank`, of at most `micro_batch_size` units; all ranks have equally many.
 
-    Every rank packs the units of all ranks.
+    So each rank packs the units of all ranks.
     """
     drawn = np.asarray(indices, dtype=np.int64)
     lengths = {int(i): packing.length(dataset, int(i)) for i in drawn}
@@ -107,7 +107,7 @@ def plan_packed(
         mine = packed[rank][position] if position < len(packed[rank]) else ([], [], [])
         units, rows, starts = (list(x) for x in mine)
         samples = len(units)
-        if not units:  # a model needs tokens
+        if not units:  # padding, because a model needs tokens
             units, rows, starts = [filler], [0], [0]
             lengths.setdefault(filler, packing.length(dataset, filler))
         sizes = tuple(lengths[unit] for unit in units)
@@ -149,7 +149,7 @@ def _pack(
 
 
 def require_packing(packing: Any, micro_batch_size: int | None, sample_size: int, plain: Mapping[str, bool]) -> None:
-    """Raise ConfigurationError unless `engine.batches` can pack so; `plain`: options, True where left at default."""
+    """Raise ConfigurationError unless `engine.batches` can pack so. `plain`: True for options left at default."""
     if packing is None:
         return
     if not isinstance(packing, Packing):
@@ -201,7 +201,7 @@ def _fields(item: Any, index: int) -> dict[str, Tensor]:
 
 
 def collate_packed(placed: list[tuple[dict[str, Tensor], Placement]]) -> dict[str, Tensor]:
-    """Return the tensors [R, T] of a micro-batch; see Packing."""
+    """Return the tensors [R, T] of a micro-batch, which Packing lists."""
     documents, placement = [document for document, _ in placed], placed[0][1]
     packing = placement.packing
     R, T = packing.rows, packing.tokens

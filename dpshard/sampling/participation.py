@@ -3,7 +3,7 @@
 [Note: Participation] A stream, or a loop of the user's own, has no index. So a hash of 64 bits of its content
 identifies a sample. By chance, two of 10^7 agree with probability 3e-6; then a run is refused. Before a release, every
 fingerprint of its logical batch, over all ranks, must be unique. It must have come `separation` or more steps ago, or
-never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not seen.
+never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not detected.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Participation:
         return {"samples": _text(samples), "steps": _text(steps)}
 
     def load_state_dict(self, state: Mapping[str, str] | None) -> None:
-        """Load a `state_dict()`. Raises CheckpointError, without any change, if it is damaged."""
+        """Load a `state_dict()`. If it is damaged, raise CheckpointError and change nothing."""
         try:
             samples, steps = (
                 ([], []) if state is None else (_array(state["samples"], "<i8"), _array(state["steps"], "<u4"))

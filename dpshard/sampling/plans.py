@@ -108,7 +108,7 @@ class MicroBatchPlan:
     count: int
     """Micro-batches K, equal on all ranks."""
     indices: list[int]
-    """Of the B samples; padding repeats one."""
+    """Indices of the B samples; padding repeats one."""
     is_padding: Tensor
     """Bool [B]: samples at the end that must contribute exactly 0."""
     min_samples_per_rank: int
@@ -118,7 +118,7 @@ class MicroBatchPlan:
     rows_per_unit: int = 1
     """Consecutive rows per sample."""
     placement: Any = None
-    """Where units lie in packed rows (packing.Placement), or None."""
+    """Places of units in packed rows (packing.Placement), or None."""
 
     @cached_property
     def samples(self) -> int:
@@ -139,7 +139,7 @@ class MicroBatchPlan:
         return self.is_padding_on(torch.device("cpu"), self.rows_per_unit)
 
     def is_padding_on(self, device: torch.device, rows_each: int = 1) -> Tensor:
-        """Return `is_padding` with every element `rows_each` times, made on `device`: a copy would wait."""
+        """Return `is_padding` with every element `rows_each` times, made on `device` because a copy would wait."""
         if device.type == "cpu" and rows_each == 1:
             return self.is_padding
         return torch.arange(len(self.is_padding) * rows_each, device=device) >= self.samples * rows_each
@@ -167,7 +167,7 @@ def plan_micro_batches(
     drawn = np.asarray(indices, dtype=np.int64)
     count = max(1, math.ceil(len(drawn) / (micro_batch_size * world_size)))
     own = drawn[rank::world_size]
-    # The rank's own last sample was just read.
+    # The rank has just read its own last sample, so it is cheap.
     filler = own[-1] if len(own) else drawn[0] if len(drawn) else 0
     rows_KB = np.full((count, micro_batch_size), filler, dtype=np.int64)
     rows_KB.reshape(-1)[: len(own)] = own
@@ -223,7 +223,7 @@ def require_micro_batch_size(size: int) -> None:
 
 
 def require_feed(micro_batch_size: int | None, steps: int | None, *, pad: bool, rows_per_unit: int) -> None:
-    """Raise ConfigurationError unless logical batches can be fed like this."""
+    """Raise ConfigurationError unless `engine.batches` supports these options together."""
     if micro_batch_size is not None:
         require_micro_batch_size(micro_batch_size)
     require_choice("pad", pad, (False, True))

@@ -89,7 +89,7 @@ class TokenStore(Dataset[Tensor]):
     def _maps(self) -> tuple[NDArray[Any], NDArray[Any]]:
         if not self._sequences:
             return np.empty(0, self._dtype), np.zeros(1, np.int64)
-        # Plain arrays: a slice of a np.memmap is another one, which takes longer than reading it.
+        # Plain arrays: to slice a np.memmap makes another np.memmap, which takes longer than reading.
         return tuple(
             np.memmap(self.folder / name, dtype, "r").view(np.ndarray)
             for name, dtype in ((_TOKENS, self._dtype), (_STARTS, np.int64))
@@ -108,14 +108,14 @@ class TokenStore(Dataset[Tensor]):
         return self._sequences
 
     def __getitem__(self, i: int) -> Tensor:
-        """Return sequence i, int64 [length]; IndexError beyond the last."""
+        """Return sequence i, int64 [length]; raise IndexError beyond the last."""
         return self.rows([i])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[Tensor]:
         return list(self.rows(indices))
 
     def rows(self, indices: Sequence[int]) -> Tensor:
-        """Return sequences, int64 [n, length]; IndexError beyond the last."""
+        """Return sequences, int64 [n, length]; raise IndexError beyond the last."""
         places = np.asarray(indices, dtype=np.int64)
         if len(places) and not 0 <= int(places.min()) <= int(places.max()) < self._sequences:
             raise IndexError(f"{int(places.min())} to {int(places.max())} of {self._sequences} sequences")

@@ -32,7 +32,7 @@ WEIGHT = "row_weight"
 
 @dataclass(frozen=True)
 class UnitRows:
-    """The K rows of a unit with their weights. No sequence: torch's collate function would transpose it."""
+    """The K rows of a unit with their weights. Not a sequence, because torch's collate function would transpose it."""
 
     rows: list[Any]
 
@@ -42,11 +42,11 @@ class KeyedUnits(Dataset):
 
     rows_per_unit: int
     dataset: Any
-    """What their rows are read from."""
+    """Data set from which their rows are read."""
 
     @property
     def grouping(self) -> bytes:
-        """Return which rows of `dataset` each unit has; empty if unit i is item i."""
+        """Rows of `dataset` in each unit, as bytes; empty if unit i is item i."""
         return b""
 
     def draw(self, index: int, key: bytes) -> UnitRows:
@@ -93,7 +93,7 @@ class UnitDataset(KeyedUnits):
         return np.concatenate([self._rows, self._ends]).astype("<i8").tobytes()
 
     def draw(self, index: int, key: bytes) -> UnitRows:
-        """Return a unit; of more than K rows, those drawn by `key`."""
+        """Return the rows of a unit. If it has more than K rows, `key` draws K of them."""
         if not 0 <= index < len(self):
             raise IndexError(f"unit {index} of {len(self)}")
         K, end = self.rows_per_unit, int(self._ends[index])

@@ -1,9 +1,9 @@
 """The keys of past noise, for runs in which the noise of a step depends on all sums before it.
 
-[Note: A chain of sums] Correlated noise of step t draws z_t, z_{t-1}, ... again from their steps' keys. Suppose z_t's
-key depended only on step t and its sums. Two branches of a run, with other sums at step s and equal ones at t > s,
-would share z_t. Then the difference of their rows t of C S + Z has no noise, but the sums of step s. So a step's key,
-its *link*, is derived from its sums and the link before.
+[Note: A chain of sums] Correlated noise of step t draws z_t, z_{t-1}, ... again from their steps' keys. Suppose the key
+of z_t depended only on step t and its sums. Two branches of a run with different sums at step s, but equal ones at t >
+s, would share z_t. Then the difference of their rows t of C S + Z would show the sums of step s without noise. So a
+step's key, its *link*, is derived from its sums and the link before.
 
 A release repeats an earlier one, at no cost, only if all sums on the path to it are equal. Its identity has 6 bytes of
 the release before it, and 10 of its own (accounting/history.py).
@@ -26,13 +26,13 @@ class Chain:
         self._links: list[bytes] = []
 
     def next(self, secret: bytes, sums: tuple[str | int, ...]) -> tuple[bytes, bytes]:
-        """Return link and identity of a step."""
+        """Return the link and the identity of a step with these sums."""
         before = self._before(secret)
         link = derive_key(secret, "link", before.hex(), *sums)
         return link, _named(secret, before)[:NAME] + _named(secret, link)
 
     def append(self, link: bytes) -> None:
-        """Take a step."""
+        """Add the link of a released step."""
         self._links = [*self._links, link][-self._memory :]
 
     def last(self, n: int) -> list[bytes]:
@@ -47,7 +47,7 @@ class Chain:
         return [link.hex() for link in self._links]
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Load a `state_dict()` before `step`; CheckpointError if it lacks a link."""
+        """Load a `state_dict()` saved before `step`; raise CheckpointError if it lacks a link."""
         try:
             links = [bytes.fromhex(link) for link in state]
         except (TypeError, ValueError):

@@ -33,7 +33,8 @@ class Collector:
     """The logical batch in progress, from its first forward to its release.
 
     Raises LogicalBatchError for uses that would count a sample twice, in another step, or not at all. `mean`: losses
-    are means over rows. `rows_per_unit`: rows of a sample; its loss is their mean. `fed` gets the rows of an own loop.
+    are means over rows. `rows_per_unit`: number of rows of a sample, whose loss is their mean. `fed` gets the rows of
+    an own loop.
     """
 
     def __init__(
@@ -73,14 +74,14 @@ class Collector:
 
     @property
     def epoch(self) -> int:
-        """See BatchState."""
+        """Number of the epoch in which tapes and logical batches are valid; see BatchState."""
         return self.clipper.epoch
 
     # --- forward and backward
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """See TapeProvider."""
+        """Plan of the current micro-batch; None in a user's own loop."""
         micro = self._micro
         return None if micro is None else micro.plan
 
@@ -91,7 +92,7 @@ class Collector:
 
     @property
     def rows(self) -> RowIdentity | OwnLoopRows | None:
-        """See TapeProvider."""
+        """The check of the rows of the running forward, if any."""
         micro = self._micro
         if micro is None:
             if self._fed is not None and self._own_packed is not None:
@@ -103,7 +104,7 @@ class Collector:
 
     @property
     def packed(self) -> PackedTokens | None:
-        """See TapeProvider."""
+        """The units of packed rows, if any."""
         micro = self._micro
         if micro is None:
             return self._own_packed
@@ -113,7 +114,7 @@ class Collector:
 
     @contextmanager
     def own_packed(self, packed: PackedTokens, *, verified: bool) -> Iterator[None]:
-        """Take an own loop's forwards for ones on packed rows."""
+        """Treat the forwards of an own loop as forwards on packed rows."""
         if not verified or self._rows_per_unit > 1:
             raise ConfigurationError(refusals.PACKED_UNVERIFIED)
         if self.batch is not None:
@@ -125,11 +126,11 @@ class Collector:
             self._own_packed = before
 
     def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
-        """See TapeProvider."""
+        """Return a context for an outermost forward; it yields False outside of training."""
         return nullcontext(True) if self._stages is None else self._stages.forward(module, self.batch)
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
-        """See TapeProvider."""
+        """Return the tape of a forward; raise LogicalBatchError if the forward is out of place."""
         refusals.refuse_fork(self._process)
         if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise LogicalBatchError(refusals.CAPTURED)
@@ -178,7 +179,7 @@ class Collector:
             raise LogicalBatchError(refusals.part_called(module))
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
-        """See Sink."""
+        """Take an anchor's clipped sums; return one gradient per parameter for autograd."""
         try:
             self._require_clean(sums)
         except LogicalBatchError:
@@ -207,7 +208,7 @@ class Collector:
         return (None, 1) if plan is None else (plan.position, plan.count)
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """See Sink."""
+        """Take a group's norms [B] on one tape."""
         if group.index not in self.clipper.spanning:
             self.metrics.observe(group, norm_B, is_padding_B)
         if is_padding_B is not None and self.batch is not None:
@@ -244,7 +245,7 @@ class Collector:
                 # Otherwise optimizer.step() may follow the loop.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """Evaluate an optimizer's closure; LogicalBatchError if its samples had a backward."""
+        """Evaluate an optimizer's closure; raise LogicalBatchError if a backward came before it."""
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
@@ -255,7 +256,7 @@ class Collector:
     def begin_release(self, step: int) -> bool:
         """Return True if there is something to release; False if it is private already.
 
-        Raises LogicalBatchError for a half-finished logical batch, older gradients, or another step's batch.
+        Raise LogicalBatchError for a half-finished logical batch, older gradients, or another step's batch.
         """
         refusals.refuse_fork(self._process)
         if self.state is BatchState.CLOSED:
@@ -265,7 +266,7 @@ class Collector:
         if self.batch is not None and not self.batch.complete:
             raise LogicalBatchError(refusals.half_finished(self.batch))
         if self.batch is not None and self.batch.step != step:
-            # A step's batch decides whom its release protects.
+            # A batch must not get the noise of another step.
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
@@ -274,7 +275,7 @@ class Collector:
         return True
 
     def complete_sums(self, digest: Callable[[Sequence[SumShard]], Tensor]) -> list[int]:
-        """Sum over ranks, and return the digest; LogicalBatchError on all ranks if a micro-batch is incomplete."""
+        """Sum over ranks, and return the digest; raise LogicalBatchError on all ranks for an incomplete micro-batch."""
         if self._stages is not None and self.batch is not None:
             self.batch.end_micro_batch()
         unfinished = self._unfinished()
@@ -328,7 +329,7 @@ class Collector:
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:
-        """Drop an own loop's sums if a counted release fails: its samples took part."""
+        """Drop an own loop's sums if a release fails after it was counted, because its samples took part."""
         try:
             yield
         except BaseException:
@@ -364,7 +365,7 @@ class Collector:
         return self.metrics
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError unless between logical batches."""
+        """Raise LogicalBatchError unless the engine is between logical batches."""
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would get the loaded step's noise.
@@ -387,7 +388,7 @@ class Collector:
         self._begin_anew()
 
     def close(self) -> None:
-        """Drop all sums; hand out no more."""
+        """Drop all sums, and refuse later ones."""
         self._begin_anew()
         self.state = BatchState.CLOSED
 

@@ -14,14 +14,14 @@ _SHOWN = 5
 
 
 class FirstGradients:
-    """Notes which of `parameters` get a gradient, until `tell`. `names`: those of all ranks."""
+    """Records the `parameters` that get a gradient, until `tell` warns. `names`: the parameters of all ranks."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], names: Sequence[str]) -> None:
         self._parameters, self._names = parameters, names
         self._reached: set[str] | None = set()
 
     def noting(self, take: Take) -> Take:
-        """Return a `take` that notes sums, also zeros: adapters begin with them."""
+        """Return a `take` that records sums. Zero sums count, because adapters begin with them."""
         reached = self._reached
         if reached is None:
             return take
@@ -35,7 +35,7 @@ class FirstGradients:
         return noted
 
     def tell(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Warn, once there is any gradient, of parameters without one on all ranks. `gather` stacks ranks' tensors."""
+        """Warn once, after the first gradients, of parameters without one on any rank. `gather` stacks tensors."""
         if self._reached is None:
             return
         own = torch.tensor([name in self._reached for name in self._names], dtype=torch.uint8, device="cpu")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from dpshard.backends.training_state import TrainingState
 
 NoteRelease = Callable[[int, bytes], Callable[[], object]]
-"""Takes step and identity before a release, and returns what to call before its end."""
+"""Takes step and identity before a release, and returns a function to call before its end."""
 
 
 class Internals:
@@ -35,7 +35,7 @@ class Internals:
         return self._backend.sharding.held
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
-        """See Collector.evaluate."""
+        """Evaluate an optimizer's closure; raise LogicalBatchError if a backward came before it."""
         return self._collector.evaluate(closure)
 
     def install_gradients(self, held: set[Tensor]) -> None:
@@ -56,13 +56,13 @@ class Internals:
         return self._backend.sharding.training_state(optimizer)
 
     def require_rest(self) -> None:
-        """Raise LogicalBatchError unless Collector.require_rest passes."""
+        """Raise LogicalBatchError unless the engine is between logical batches."""
         self._collector.require_rest()
 
     def full_gradient(self, name: str) -> Tensor | None:
         """Whole private gradient of a trainable parameter, on every rank, if it has one.
 
-        All ranks must call it between `privatize()` and the optimizer's step, in one order. Raises LogicalBatchError if
+        All ranks must call it between `privatize()` and the optimizer's step, in one order. Raise LogicalBatchError if
         gradients are not private.
         """
         self._collector.require_private()

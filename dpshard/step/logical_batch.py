@@ -70,9 +70,9 @@ class MicroBatch:
     plan: MicroBatchPlan
     data: Any
     tape: Tape | None = None
-    """Of all forwards: a sample has one gradient and factor."""
+    """Tape of all forwards: a sample has one gradient and one clip coefficient."""
     rows: RowIdentity | None = None
-    """Watches that rows stay samples."""
+    """Checks that rows remain samples."""
     packed: PackedTokens | None = None
     """The units of packed rows' tokens."""
     chunks: list[MicroBatch | None] = field(default_factory=list)
@@ -82,7 +82,7 @@ class MicroBatch:
     index: int = 0
 
     def identity(self, doubts: Doubts, *, mean: bool) -> RowIdentity:
-        """Return what watches its rows."""
+        """Return the check of its rows."""
         if self.rows is None:
             make = RowIdentity
             if self.together is not None:
@@ -91,7 +91,7 @@ class MicroBatch:
         return self.rows
 
     def chunk(self, index: int, count: int) -> MicroBatch:
-        """Return part `index` of `count`; ConfigurationError if it has others."""
+        """Return part `index` of `count`; raise ConfigurationError if samples cannot be divided so."""
         plan = self.plan
         if plan.placement is not None or len(plan.indices) % count or len(self.chunks) not in (0, count):
             raise ConfigurationError(
@@ -113,7 +113,7 @@ class MicroBatch:
 
     @property
     def unfinished(self) -> str | None:
-        """Reason why it is incomplete."""
+        """Reason why it is incomplete, or None."""
         if self.chunks:
             reasons = [_NOT_CALLED if chunk is None else chunk.unfinished for chunk in self.chunks]
             return next((f"part {i + 1} of {len(reasons)}: {why}" for i, why in enumerate(reasons) if why), None)
@@ -123,7 +123,7 @@ class MicroBatch:
 
     @property
     def untrained(self) -> bool:
-        """True if no backward came, so other ranks may wait in one; a schedule has ended on all ranks."""
+        """True if no backward came, so other ranks may wait in theirs. A schedule has ended on all ranks."""
         return not self.chunks and (self.tape is None or self.tape.forwards.untrained)
 
 

@@ -29,7 +29,7 @@ class StepNoise(NamedTuple):
 
 
 class NoiseOfRun:
-    """The noise of each step, from run secret, step and sums; of a run in one release, earlier sums, too."""
+    """The noise of each step, from run secret, step and sums. If a run is one release, earlier sums count, too."""
 
     def __init__(self, mechanism: Mechanism) -> None:
         self._mechanism = mechanism
@@ -74,7 +74,7 @@ class NoiseOfRun:
         return None if self._chain is None else self._chain.state_dict()
 
     def load_state_dict(self, state: Any, step: int) -> None:
-        """Load a `state_dict()` before `step`; CheckpointError, without any change, if damaged."""
+        """Load a `state_dict()` saved before `step`. If it is damaged, raise CheckpointError and change nothing."""
         if self._chain is not None:
             self._chain.load_state_dict(state, step)
         elif state is not None:

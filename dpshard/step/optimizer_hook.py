@@ -42,7 +42,7 @@ _NOT_COMPILED = (
 
 
 def register(engine: _Engine) -> None:
-    """Privatize for `engine` from now on."""
+    """Privatize the gradients of `engine` before every optimizer step from now on."""
     global _installed
     if not _installed:
         # Not at import: it loads the compiler.
@@ -119,7 +119,7 @@ class _Once:
         self._at = {p: _version(p) for p in held}
 
     def __call__(self) -> Any:
-        """Value, once, where it was computed."""
+        """Return the value once, if parameters and gradients are unchanged."""
         if self.called:
             raise UnsupportedOptimizerError(
                 f"The optimizer evaluates its closure more than once per step: each evaluation would be another "
@@ -167,7 +167,7 @@ def _refuse_late_parameters(held: set[Tensor]) -> None:
 
 
 def _refuse_scaler() -> None:
-    # GradScaler leaves no trace on most optimizers.
+    # GradScaler leaves no trace on most optimizers, so look for it on the stack.
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _SCALER_STEP and frame.f_locals["self"].is_enabled():

@@ -25,13 +25,13 @@ _NO_BATCH = (
     "schedule.eval(...)."
 )
 _UNUSED = -1.0
-"""In place of a squared norm: no gradient arrived here."""
+"""Stands for the squared norm of a sample without a gradient on this rank."""
 
 Observe = Callable[[ClippingGroup, Tensor, Tensor | None], None]
 
 
 class InStages:
-    """Duties of a stage's collector; see [Note: Stages] in backends/stages.py."""
+    """The work of a collector on one stage; see [Note: Stages] in backends/stages.py."""
 
     def __init__(self, backend: Backend, stages: Stages, clipper: Clipper) -> None:
         if clipper.spanning and clipper.execution.backward_passes == 2:
@@ -50,7 +50,7 @@ class InStages:
 
     @contextmanager
     def forward(self, module: nn.Module, batch: LogicalBatch | None) -> Iterator[bool]:
-        """See TapeProvider."""
+        """Return a context for a forward; it yields False outside of a schedule."""
         chunk = running_chunk(module, self._stages.group)
         if chunk is not None and (batch is None or batch.micro is None):
             raise LogicalBatchError(_NO_BATCH)
@@ -83,7 +83,7 @@ class InStages:
     # --- groups on several stages
 
     def end(self, micro: MicroBatch, noting: Callable[[Take], Take], observe: Observe) -> None:
-        """Complete a micro-batch's sums; all stages call it."""
+        """Complete a micro-batch's sums; all stages must call it."""
         self._reduction.begin_late()  # the script may have changed .grad
         if self._clipper.spanning:
             self._clip_spanning(micro, noting, observe)
@@ -100,7 +100,7 @@ class InStages:
             for (k, index), norm_sq_B in found.items():
                 if norm_sq_B is not None:
                     own[spanning.index(index), k * size : (k + 1) * size] = norm_sq_B.to(own)
-            ranks_WGB = self._stages.gather(own)  # one order, so factors are bitwise equal
+            ranks_WGB = self._stages.gather(own)  # all ranks sum in one order, so coefficients are bitwise equal
             total_GB = torch.where(ranks_WGB == _UNUSED, 0.0, ranks_WGB).sum(0)
             used_GB = (ranks_WGB != _UNUSED).any(0)
             for k, tape in tapes.items():

@@ -1,7 +1,7 @@
 """Check the samples of a run's batches.
 
 In a fixed order, content identifies samples of streams and own loops, an index all others ([Note: Participation] in
-sampling/participation.py). Another kind of source could repeat samples too early.
+sampling/participation.py). So a run keeps one kind of source: another could repeat samples too early.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class SamplesOfRun:
         self._taken = Participation(mechanism.sample_size, mechanism.sample_size // self._batch_size) if fixed else None
         self._source: str | None = None
         self.fed = OwnLoopRows() if fixed else None
-        """Of an own loop, in a fixed order."""
+        """Rows of an own loop, in a fixed order."""
         self._begun = False
 
     def load(
@@ -77,9 +77,9 @@ class SamplesOfRun:
         packing: Packing | None,
         **reading: Any,
     ) -> Iterator[tuple[MicroBatchPlan, Any]]:
-        """Return this rank's micro-batches; `begin`, called late, returns run secret and steps.
+        """Return this rank's micro-batches. `begin`, called at the first one, returns run secret and steps.
 
-        `reading` is for DataLoader. Raises DataError, at once, for unsuitable data.
+        `reading` holds the loader's options. Raise DataError, at once, for unsuitable data.
         """
         if isinstance(dataset, IterableDataset):
             if packing is not None:
@@ -162,7 +162,8 @@ class SamplesOfRun:
     def begin_release(self, step: int, *, own: bool) -> None:
         """Check the samples of the logical batch; `own`: the script fed it.
 
-        Raises LogicalBatchError for an unaccountable loop, DataError for another batch size, or samples too early.
+        Raise LogicalBatchError for a loop that cannot be accounted for. Raise DataError for a wrong batch size, or a
+        sample that comes too early.
         """
         if own:
             refuse_own_loop(self._mechanism.sampling)
@@ -189,7 +190,7 @@ class SamplesOfRun:
         return torch.cat([row[:count] for row, count in zip(rows, counts, strict=True)])
 
     def end_release(self, step: int, *, own: bool) -> None:
-        """Add the samples of a step."""
+        """Record that the samples of a step took part."""
         if self._taken is None or self.fed is None:
             return
         self._source = self._source or ("loop" if own else "stream" if self._taken.begun else "indices")
@@ -209,7 +210,7 @@ class SamplesOfRun:
         return None if self._taken is None else {"source": self._source, "taken": self._taken.state_dict()}
 
     def require_saved_order(self, state: Any, step: int) -> None:
-        """Raise CheckpointError unless `state` was saved before `step`."""
+        """Raise CheckpointError unless `state` says which samples took part before `step`."""
         if self._taken is None:
             return
         source = state.get("source") if isinstance(state, dict) else None

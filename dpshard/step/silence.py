@@ -1,10 +1,10 @@
 """Micro-batches without any gradient, while all samples of other micro-batches have one.
 
 [Note: Silent micro-batches] `0 * loss`, `loss.clamp(max=...)` and `torch.nan_to_num(loss)` switch off a whole
-micro-batch because of one sample. Single samples may have no gradient (a hinge, a dead unit), but some of these meet
-others. So suspect a run that never had a mixed micro-batch, if chance does not explain that. Z silent samples of n are
-m of K whole micro-batches with probability at most C(K, m) / C(n, Z). Only this step's silent samples count: the same
-ones may be silent together repeatedly.
+micro-batch because of one sample. Single samples may have no gradient (a hinge, a dead unit), but some of these share a
+micro-batch with others. So a run is suspect if it never had such a mixed micro-batch, and chance does not explain that.
+By chance, Z silent samples of n fill m of K micro-batches with probability at most C(K, m) / C(n, Z). Only this
+step's silent samples count: the same ones may be silent together repeatedly.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def is_managed(model: nn.Module) -> bool:
 
 
 def refuse_unsupported(model_engine: Any) -> int:
-    """ZeRO stage (1, 2 or 3); ConfigurationError for settings that are not private or exact."""
+    """Return the ZeRO stage (1, 2 or 3); raise ConfigurationError for settings that are not private or exact."""
     version = metadata.version("deepspeed")
     if tuple(map(int, version.split(".")[:2])) < _TESTED:
         raise ConfigurationError(
@@ -134,7 +134,7 @@ def _refuse_optimizer(optimizer: Any) -> None:
 
 
 def keep_linear() -> None:
-    """Keep F.linear torch's: ZeRO-3's hides parameters from rules."""
+    """Restore F.linear of torch, because that of ZeRO-3 hides parameters from rules."""
     partitioning = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
     if partitioning is None:
         return

@@ -2,7 +2,7 @@
 
 [Note: What reaches DeepSpeed] Anchors differentiate dummies, so any gradient of a parameter is a leak, and raises.
 Clipped sums are summed over ranks into accumulators laid out like the partitions. At the inner optimizer's step the
-noised and divided accumulator becomes the partition's gradient. Without privatization it has none.
+noised and divided accumulator becomes the partition's gradient. Without privatization the partition has no gradient.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def deepspeed_backend(model_engine: Any) -> Backend:
 
 
 def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
-    """Reducer of a model; late in stage 1, which has whole gradients anyway."""
+    """Return the reducer of a model. It is late in stage 1, which holds whole gradients anyway."""
     shapes = {
         name: Shape(math.prod(shape), torch.promote_types(p.dtype, torch.float32), sharding.compute_device)
         for (name, shape), p in zip(sharding.shapes.items(), sharding.parameters.values(), strict=True)
@@ -48,7 +48,7 @@ def reducer_of(sharding: ZeroSharding, stage: int) -> Reducer:
 
 
 class PartitionReduction(Reduction):
-    """See [Note: Why DeepSpeed does not reduce]."""
+    """Reduces clipped sums in place of DeepSpeed; see [Note: Why DeepSpeed does not reduce]."""
 
     def __init__(self, model_engine: Any, reducer: Reducer, *, stage: int) -> None:
         self._model_engine, self._reducer, self._stage = model_engine, reducer, stage
@@ -56,7 +56,7 @@ class PartitionReduction(Reduction):
         self._restored = list(_keep_from_reducing(model_engine))
 
     def reduce(self, names: Sequence[str], take: Take) -> list[Tensor | None]:
-        """Reduce the clipped sums past the parameters."""
+        """Reduce the clipped sums; return None for each, because parameters get no gradient."""
         require_no_accumulation(self._model_engine)
         if self._passes.begins(self._reducer.finish):
             self._reducer.abandon()  # left by a failed backward pass
@@ -65,7 +65,7 @@ class PartitionReduction(Reduction):
         return [None] * len(names)
 
     def micro_batch(self, *, last: bool) -> AbstractContextManager[Any]:
-        """See Reduction; model_engine.step() steps only after the last micro-batch."""
+        """Return a context around one micro-batch; model_engine.step() steps only after the last one."""
         return self._micro_batch(last)
 
     @contextmanager
@@ -86,12 +86,12 @@ class PartitionReduction(Reduction):
         return self._stage == 3
 
     def fault(self) -> None:
-        """None: scripts cannot reach the sums."""
+        """Return None: scripts cannot reach the sums."""
         return
 
     @property
     def is_unsummed(self) -> bool:
-        """See Reduction."""
+        """True: `sum_rest` may have sums to reduce."""
         return True
 
     def sum_rest(self) -> None:
@@ -115,7 +115,7 @@ class PartitionStore:
         self._private: dict[int, Tensor] = {}  # by id of the master
 
     def shards(self) -> list[SumShard]:
-        """See GradientStore."""
+        """Return this rank's sums for the noise."""
         fragments = self._sharding.layout.fragments
         return [
             SumShard(name, self._reducer.fragment(name), fragments[name].start)
@@ -124,7 +124,7 @@ class PartitionStore:
         ]
 
     def privatize(self, release_: Callable[[Sequence[SumShard]], Tensor]) -> Tensor:
-        """See GradientStore."""
+        """Make the sums private gradients; return their L2 norm [] before noise."""
         with torch.no_grad():
             shards = self.shards()
             self._private = self._reducer.take()
@@ -150,7 +150,7 @@ class PartitionStore:
                 master.grad.copy_(gradient)  # DeepSpeed may own this buffer
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """See GradientStore."""
+        """Whole private gradient, if any; all ranks call it, in one order."""
         if not self._private:
             return None
         return self._sharding.unshard(name, self._reducer.fragment(name, self._private))

@@ -40,7 +40,7 @@ class ZeroLayout:
 
 
 def read_layout(zero: Any, names: Mapping[Tensor, str], rank: int) -> ZeroLayout:
-    """Layout of the parameters with `names`; ConfigurationError if not proved."""
+    """Return the layout of the parameters with `names`; raise ConfigurationError unless their values confirm it."""
     try:
         stage_3 = hasattr(zero, "fp32_partitioned_groups_flat")
         found = list(_stage_3(zero, rank) if stage_3 else _flattened(zero, rank))

@@ -20,7 +20,7 @@ from dpshard.errors import ConfigurationError
 
 
 class ZeroSharding(Sharding):
-    """The parameters of a DeepSpeedEngine; ConfigurationError if its layout is unknown."""
+    """The parameters of a DeepSpeedEngine; raises ConfigurationError if its layout is unknown."""
 
     def __init__(self, model_engine: Any, stage: int) -> None:
         super().__init__(model_engine.module, model_engine.module)
@@ -87,7 +87,7 @@ class ZeroSharding(Sharding):
     # --- shards
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """See Sharding."""
+        """Whole of a parameter-like tensor; all ranks call it, in one order."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard
@@ -95,16 +95,16 @@ class ZeroSharding(Sharding):
         return full.view(*shape)
 
     def full_value(self, name: str) -> Tensor:
-        """See Sharding; in the partitions' precision."""
+        """Whole parameter, in the precision of the partitions."""
         place = self.layout.fragments[name]
         return self.unshard(name, place.master.detach()[place.offset : place.offset + place.length])
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """See Sharding."""
+        """Sum over different shards of the data ranks."""
         return self.communicator.all_gather(x.view(1)).sum()
 
     def training_state(self, optimizer: Any) -> ZeroState:
-        """See Sharding."""
+        """Return model and `optimizer` for a checkpoint."""
         zero = self._zero
         if optimizer is not zero and optimizer is not zero.optimizer:
             raise ConfigurationError(

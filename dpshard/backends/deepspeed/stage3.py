@@ -38,7 +38,7 @@ def is_gathered(parameter: Any) -> bool:
 
 
 class Zero3:
-    """See [Note: Living with gathered parameters]."""
+    """Adapts ZeRO-3 to recorded forwards; see [Note: Living with gathered parameters]."""
 
     def __init__(self, core: nn.Module, offload: Any, parameters: Mapping[str, nn.Parameter]) -> None:
         self.core, self.offload, self.parameters = core, offload, parameters
@@ -140,7 +140,7 @@ class Zero3:
 
     @contextmanager
     def unmarked(self) -> Iterator[None]:
-        """Return a block without backward."""
+        """Return a context without backward."""
         self.marking = False
         try:
             yield
@@ -149,7 +149,7 @@ class Zero3:
 
     @contextmanager
     def isolated(self) -> Iterator[None]:
-        """Return a block for forwards and backwards; it restores DeepSpeed."""
+        """Return a context for forwards and backwards outside training; it restores DeepSpeed."""
         awaited = {module: vars(module).get("applied_pre_backward_ref_cnt", 0) for module in self.core.modules()}
         saving, self._saving = self._saving, []
         for hooks in saving:

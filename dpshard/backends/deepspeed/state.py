@@ -47,7 +47,7 @@ class ZeroState:
         return self.zero.optimizer
 
     def snapshot(self) -> Snapshot:
-        """See TrainingState; CheckpointError for state neither by element nor single."""
+        """Present state; raise CheckpointError for state that is neither per element nor a single value."""
         remembered: dict[str, dict[str, Any]] = {}
         for name, place in self.layout.fragments.items():
             for key, value in self._optimizer.state.get(place.master, {}).items():
@@ -68,7 +68,7 @@ class ZeroState:
 
     @contextmanager
     def receiving(self, saved: Mapping[str, Any], groups: Groups) -> Iterator[Snapshot]:
-        """See TrainingState."""
+        """Return a context that reads a checkpoint, and installs it at its end."""
         self._require_fitting(groups)
         described = _described(saved)
         partitions = self._partitions(described)

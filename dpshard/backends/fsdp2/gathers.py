@@ -1,9 +1,9 @@
 """The order in which this rank gathers units.
 
-[Note: One order of gathers] Ranks gather a unit together, but nothing names it: gathers meet in their order. If a rank
-runs another unit of the same size, both get a mixture of weights, without an error. Then one sample decides about the
-gradients of all ranks. So each rank digests the units that it gathers, in forward and backward. It digests those of
-evaluations, too: a unit may keep wrong weights. Ranks compare digests before the noise.
+[Note: One order of gathers] Ranks gather a unit together, but a gather does not name its unit: ranks match gathers by
+their order. If a rank runs another unit of the same size, all get a mixture of weights, without an error. Then one
+sample may change the gradients of all ranks. So each rank digests the units that it gathers, in forward and backward.
+It digests those of evaluations, too: a unit may keep wrong weights. Ranks compare digests before the noise.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Gathers:
         self._watched: list[Any] = []
 
     def watch(self, groups: Iterable[Any]) -> None:
-        """Note each gather of these groups; a group that is unsharded already does not gather."""
+        """Digest each gather of these groups; a group that is unsharded already does not gather."""
         for number, group in enumerate(groups, 1):
             group.unshard = partial(self._unshard, number, group, group.unshard)
             self._watched.append(group)

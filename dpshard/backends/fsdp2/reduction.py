@@ -5,7 +5,7 @@ clipped sums of a unit, which FSDP gathers and frees together, fill one bucket f
 - Ranks are summed, never averaged: the sensitivity is that of the sum.
 - Buckets are float32 or wider: rounding to bfloat16 can move the sum by more than one sample does.
 - All ranks reduce all units in one fixed order, also units with layers that did not run here.
-A unit goes to its shards at its last sum, so ranks must use the same parameters. After
+A unit is reduced when its last sum arrives, so ranks must use the same parameters. After
 `set_reduce_scatter_unused_params(True)`, all units are reduced at the end of backward instead.
 """
 
@@ -31,25 +31,25 @@ from dpshard.records import as_real
 @dataclass(slots=True, eq=False)
 class _Pass:
     waiting: list[Unit]
-    """Not reduced yet, in order."""
+    """Units not reduced yet, in order."""
     arrived: set[str] = field(default_factory=set)
     """Parameters whose sums are in, or will not come."""
     sums: dict[str, Tensor] = field(default_factory=dict)
-    """Of units behind the next one, whole."""
+    """Whole sums of the units after the next one."""
     bucket: Tensor | None = None
-    """Of the next unit: [ranks, elements of a rank's padded shards]."""
+    """Bucket of the next unit: [ranks, elements of a rank's padded shards]."""
     running: tuple[Unit, Tensor, Tensor, dist.Work] | None = None
     """Unit, shards, source bucket, work."""
 
 
 class UnitReduction(Reduction):
-    """See [Note: From clipped sums to shards]."""
+    """Reduces clipped sums unit by unit; see [Note: From clipped sums to shards]."""
 
     def __init__(self, sharding: FSDP2Sharding, store: DotGradStore) -> None:
         self._sharding, self._store, self._parameters = sharding, store, sharding.parameters
         self._columns = {unit: dict(self._lay_out(unit)) for unit in sharding.units}
         self._at_end = {unit for unit in sharding.units if unit.take_unused(flag=False)}
-        """Units whose parameters ranks may use differently."""
+        """Units whose parameters may differ between ranks. If there are any, all units are reduced at the end."""
         self._pass: _Pass | None = None
 
     def _is_sliced(self, name: str) -> bool:
@@ -190,7 +190,7 @@ class UnitReduction(Reduction):
         return True
 
     def fault(self) -> DpshardError | None:
-        """See Reduction."""
+        """Error that forbids a release of this rank's sums, or None."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "
@@ -199,7 +199,7 @@ class UnitReduction(Reduction):
         return self._store.fault()
 
     def whole_digest(self, ranks_WL: Tensor) -> Tensor:
-        """See Reduction."""
+        """Digest [L] of the sums; raise LogicalBatchError if replicas differ."""
         shape, shard_dim = self._sharding.data_shape, self._sharding.shard_dim
         replicas_RL = ranks_WL.unflatten(0, shape).sum(shard_dim).view(-1, ranks_WL.shape[1])
         if bool((replicas_RL != replicas_RL[0]).any()):

@@ -145,7 +145,7 @@ class FSDP2Sharding(Sharding):
         return self.parameters.get(name) is parameter or parameter in self._seen
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """See Sharding; FSDP may shard a parameter in several modules."""
+        """Unsharded tensors of a parameter, which FSDP may shard in several modules."""
         return tuple(self._unsharded.get(name, ())) or (self.whole[name],)
 
     # --- forward
@@ -155,7 +155,7 @@ class FSDP2Sharding(Sharding):
         return isinstance(module, FSDPModule)
 
     def unshard_module(self, module: nn.Module) -> None:
-        """See Sharding."""
+        """Unshard the parameters of `module` now."""
         assert isinstance(module, FSDPModule)
         module.unshard()
 
@@ -176,11 +176,11 @@ class FSDP2Sharding(Sharding):
 
     @property
     def gathers(self) -> tuple[int, int]:
-        """See Sharding."""
+        """The first of the ranks that gather together, and a digest of this rank's gathers."""
         return min(dist.get_process_group_ranks(self.shard_mesh.get_group())), self._gathers.digest
 
     def gather_anew(self) -> None:
-        """See Sharding."""
+        """Free gathered parameters, which may be wrong, and begin another digest."""
         self._gathers.digest = 0
         for unit in self.units:
             unit.module.reshard()
@@ -198,7 +198,7 @@ class FSDP2Sharding(Sharding):
         return stack
 
     def detach(self) -> None:
-        """See Sharding."""
+        """Remove every trace from the parameters."""
         self._gathers.detach()
         super().detach()
 
@@ -245,7 +245,7 @@ class FSDP2Sharding(Sharding):
         return self.parts.joined(name, whole) if self.parts is not None and self.parts.plain else whole
 
     def place(self, name: str) -> Place:
-        """See GradShards."""
+        """Place of this rank's part in the flattened parameter."""
         first = min(self._part_shape(name)[0], self.rows(name) * self.shard_mesh.get_local_rank())
         shape = self.parameters[name].shape
         if self.parts is None:
@@ -253,12 +253,12 @@ class FSDP2Sharding(Sharding):
         return self.parts.place(name, self.parts.whole_shape(name, shape) if self.parts.plain else shape, first)
 
     def assign(self, parameter: nn.Parameter, gradient: Tensor) -> None:
-        """See GradShards."""
+        """Put this rank's part in `.grad`."""
         assert isinstance(parameter, DTensor)
         parameter.grad = placed_as(parameter, gradient)
 
     def over_shards(self, x: Tensor) -> Tensor:
-        """See Sharding."""
+        """Sum over different shards of the data ranks."""
         x = x.to(self.compute_device)
         dist.all_reduce(x, group=self.shard_group)
         return x

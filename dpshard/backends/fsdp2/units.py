@@ -119,7 +119,7 @@ def _refuse_uneven(name: str, parameter: DTensor, placement: Any) -> None:
 
 
 def _is_placed_by_fsdp(parameter: Any) -> bool:
-    """Return True if FSDP shards or replicates over every dimension of the mesh, but perhaps the last.
+    """Return True if FSDP shards or replicates over every dimension of the mesh, except perhaps the last.
 
     Placements do not show it: a norm of a tensor-parallel model has those of HSDP.
     """

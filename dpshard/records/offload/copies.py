@@ -12,7 +12,7 @@ from torch import Tensor
 from dpshard.records.offload.pinned import Cut, Pinned
 
 WINDOW = 2**28
-"""Bytes that leave while their memory is taken, or return early."""
+"""Most bytes that leave while they still hold device memory, and most that return early."""
 
 
 class Gpu:
@@ -26,7 +26,7 @@ class Gpu:
         return torch.cuda.current_stream(self.device)
 
     def stream(self) -> Any:
-        """Return a stream."""
+        """Return a new stream."""
         return torch.cuda.Stream(self.device)
 
     def pinned(self, nbytes: int) -> Tensor:
@@ -43,11 +43,11 @@ class Gpu:
             target.copy_(source, non_blocking=True)
 
     def taken(self) -> int:
-        """Return the bytes of all tensors."""
+        """Return the bytes that all tensors take on the device."""
         return self._bytes("allocated_bytes")
 
     def could_be_taken(self) -> int:
-        """Return the bytes that tensors could have."""
+        """Return the bytes that tensors could take, with free memory and that of the allocator."""
         return torch.cuda.mem_get_info(self.device)[0] + self._bytes("reserved_bytes")
 
     def _bytes(self, kind: str) -> int:
@@ -60,14 +60,14 @@ class Away:
 
     cut: Cut | None
     left: Any
-    """Event after which they are there."""
+    """Event after which pinned memory holds them."""
     nbytes: int
     room: Tensor | None = None
-    """uint8, at least as long"""
+    """Device memory for their return: uint8, at least `nbytes` long."""
     arrived: Any = None
-    """Event after which they are there again."""
+    """Event after which `room` holds them."""
     stream: Any = None
-    """`room` was allocated in its order."""
+    """Stream in whose order `room` was allocated."""
 
 
 class Copies:
@@ -78,7 +78,7 @@ class Copies:
         self._leaving: deque[tuple[Tensor, Any, Any]] = deque()  # with the event of the copy, and the stream of use
         self._arriving: set[Away] = set()
         self.leaving = 0
-        """Bytes under way while their memory is taken."""
+        """Bytes that leave while they still hold device memory."""
         self.arriving = 0
         """Bytes that return ahead of use."""
         self._out, self._into = gpu.stream(), gpu.stream()
@@ -136,7 +136,7 @@ class Copies:
         return room
 
     def forget(self, away: Away) -> None:
-        """Drop bytes."""
+        """Drop bytes that no sum needs."""
         if away.cut is not None:
             away.cut.let_go()
         elif away in self._arriving:
@@ -146,7 +146,7 @@ class Copies:
         away.cut = away.room = None
 
     def settle(self) -> None:
-        """Let go of the memory of records that left."""
+        """Free the device memory of records that left."""
         while self._leaving:
             self._free_oldest()
 

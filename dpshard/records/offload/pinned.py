@@ -9,13 +9,13 @@ from typing import Any
 from torch import Tensor
 
 _SLAB = 2**28
-"""torch rounds pinned memory up to powers of two, which wastes a third."""
+"""Bytes of a slab. torch rounds pinned memory up to powers of two, which would waste a third."""
 _ALIGNED = 2**9
 
 
 @dataclass(slots=True, eq=False)
 class Slab:
-    """Memory cut from the front, and used again without cuts."""
+    """Memory that is cut from the front, and reused once all cuts are given back."""
 
     memory: Tensor
     """uint8 [n], pinned"""

@@ -17,8 +17,8 @@ _IN_WINDOW = 2
 
 @functools.cache
 def needs_the_cpu(device: torch.device) -> bool:
-    """Return True if streams do not keep the orders of [Note: Offloaded records]; warn if so."""
-    with ThreadPoolExecutor(1) as thread:  # without modes of torch, streams or settings of the caller
+    """Return True, and warn, if streams do not keep the waits of [Note: Offloaded records]."""
+    with ThreadPoolExecutor(1) as thread:  # a new thread has no modes, streams or settings of the caller
         if thread.submit(returned_as_it_left, Gpu(device), _BYTES).result():
             return False
     warnings.warn(
@@ -30,7 +30,7 @@ def needs_the_cpu(device: torch.device) -> bool:
 
 
 def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
-    """Return True if all bytes return while the device computes."""
+    """Return True if all bytes return unchanged while the device computes."""
     copies, equal = Copies(gpu, window=_IN_WINDOW * nbytes), []
     with torch.inference_mode():
         load = torch.ones(min(2048, nbytes), min(2048, nbytes), device=gpu.device)
@@ -51,7 +51,7 @@ def returned_as_it_left(gpu: Gpu, nbytes: int) -> bool:
 
 
 def _content(turn: int, i: int, nbytes: int, load: Tensor) -> Tensor:
-    """Zero times `load` makes the bytes wait for it."""
+    """Return known bytes plus zero times `load`, which makes them wait for it."""
     zero = (load[0, 0] * 0).to(torch.uint8)
     return (torch.arange(nbytes, dtype=torch.int32, device=load.device) % (97 + _RECORDS * turn + i)).to(
         torch.uint8

@@ -38,7 +38,7 @@ class Offload:
         return self._keep == "auto"  # the memory in use includes them
 
     def wait(self, name: str, record: Record) -> Waiting:
-        """Take a measured record, and let what does not fit leave."""
+        """Take a measured record; offload records that do not fit."""
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
         if self._spill is None:
@@ -62,7 +62,7 @@ class Offload:
         return gpu, Copies(gpu, synchronous=needs_the_cpu(device))
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
-        """Begin to return records, whose sums come next."""
+        """Begin to return these records, because their sums come next."""
         if self._spill is not None:
             self._spill.expect(waiting)
 
@@ -83,7 +83,7 @@ class _Spill:
     def __init__(self, keep: float | Literal["auto"], gpu: Gpu, copies: Copies) -> None:
         self._auto, self._gpu, self._copies = keep == "auto", gpu, copies
         self._limit = math.inf if keep == "auto" else keep * 2**30
-        self._here = 0  # of waiting records on the device
+        self._here = 0  # bytes of waiting records on the device
         self._known: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
         self._victims: list[tuple[float, int, weakref.ref[Storage]]] = []  # heap: the next one to leave first
         self._arrivals, self._clock = itertools.count(), itertools.count()
@@ -107,7 +107,7 @@ class _Spill:
     def _view(self, name: str, x: Tensor) -> View:
         x = x.detach().resolve_conj().resolve_neg()
         if 2 * x.nbytes < x.untyped_storage().nbytes():
-            x = x.clone(memory_format=torch.contiguous_format)  # the rest would keep its memory, or leave with it
+            x = x.clone(memory_format=torch.contiguous_format)  # a small view would keep, or offload, its whole storage
         # A tensor that was written has another version.
         key = x.untyped_storage()._cdata, x._version
         storage = self._known.get(key)
@@ -118,7 +118,7 @@ class _Spill:
             turn = -self._turn.get(name, math.inf)
             heapq.heappush(self._victims, (turn, next(self._arrivals), weakref.ref(storage)))
         elif storage.checksum is not None:
-            self._compare(storage, storage.checksum, bytes_of(x))  # `.data` is written without a version
+            self._compare(storage, storage.checksum, bytes_of(x))  # a write through `.data` leaves the version as it is
         return View(storage, x.dtype, x.shape, x.stride(), int(x.storage_offset()))
 
     def _excess(self) -> float:

@@ -17,20 +17,20 @@ from dpshard.records.written import changed_in_backward, versions
 
 
 class Storage:
-    """The bytes of one storage; `drop` gets it when no record waits in it."""
+    """The bytes of one storage. `drop` is called with it when no record needs it."""
 
     def __init__(self, x: Tensor, name: str, drop: Callable[[Storage], None]) -> None:
         self.place: Tensor | Away = bytes_of(x)
-        """uint8 [n or a little more] on the device."""
+        """On the device: uint8 [n or a little more]."""
         self.nbytes, self.name = self.place.nbytes, name
         self._watched: Tensor | None = x.detach()  # its version counts writes, until it has left
         self._version = x._version
         # While it lives, no other storage gets this address.
         self._source = StorageWeakRef(x.untyped_storage())
         self.checksum: Tensor | None = None
-        """Of the bytes that left."""
+        """Checksum of the bytes that left."""
         self.differs: Tensor | None = None
-        """bool []: other bytes returned."""
+        """bool []: True if other bytes returned."""
         self._drop = drop
 
     def copy_bytes(self) -> None:
@@ -84,10 +84,10 @@ class Waiting:
     values: dict[str, Any]
     """Fields of the record; tensors may be views."""
     versions: int | None = None
-    """Of tensors that stay."""
+    """Sum of the versions of tensors that stay."""
 
     def storages(self) -> list[Storage]:
-        """Return the storages."""
+        """Return the storages of its views."""
         return [value.storage for value in self.values.values() if isinstance(value, View)]
 
     def require_unwritten(self) -> None:
@@ -101,7 +101,7 @@ class Waiting:
             storage.copy_bytes()
         self.require_unwritten()
         values = {key: memory.copy(x) if isinstance(x, Tensor) else x for key, x in self.values.items()}
-        return replace(self, values=values, versions=None)  # nobody else has them
+        return replace(self, values=values, versions=None)  # nothing else writes to the copies
 
 
 def bytes_of(x: Tensor) -> Tensor:
