@@ -2,12 +2,15 @@
 
 import json
 import os
+import re
+import shutil
+import subprocess
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpu, measure, zero
+from benchmarks import gpu, measure, results_files, zero
 from benchmarks.cli import app
 from dpshard.errors import ConfigurationError
 
@@ -100,6 +103,18 @@ def test_parts_are_listed_and_a_missing_gpu_is_said(monkeypatch):
     without = CliRunner().invoke(app, ["gpu"])
     assert without.exit_code != 0
     assert "no GPU" in without.output
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_each_part_of_make_gpu_runs_alone_and_prints_its_failures_at_its_limit():
+    text = (results_files.ROOT / "Makefile").read_text("utf-8")
+    *tests, benchmark = re.search(r"^GPU_ORDER := (.*)$", text, re.MULTILINE)[1].split()
+    for part in (*tests, benchmark):
+        command = ["make", "-n", "--no-print-directory", "-o", "gpu-site", "DEVICE=cuda", f"gpu-{part}"]
+        shown = subprocess.run(command, cwd=results_files.ROOT, capture_output=True, text=True, check=True).stdout
+        assert len(shown.splitlines()) == 1
+        assert ("timeout -s INT" in shown) == (part != benchmark)
+        assert ("DPSHARD_TEST_DEVICE=cuda" in shown) == part.startswith("oracles")
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch, tmp_path):
