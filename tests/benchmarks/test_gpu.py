@@ -5,12 +5,13 @@ import os
 import re
 import shutil
 import subprocess
+import warnings
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpu, measure, results_files, zero
+from benchmarks import gpu, kernels, measure, results_files, zero
 from benchmarks.cli import app
 from dpshard.errors import ConfigurationError
 
@@ -60,6 +61,32 @@ def test_every_part_is_a_command_and_its_results_are_in_the_table(measured, tmp_
     assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == sum(
         3 if part.name.endswith("eager") else 2 if part.name.endswith("compiled") else 3 for part in gpu.PARTS
     )
+
+
+def test_the_table_says_which_kernels_passed_their_self_test(monkeypatch, tmp_path):
+    def warn():
+        warnings.warn("The Triton kernel row_norm_sq gives\nwrong results.", stacklevel=1)
+        return False
+
+    tests = {"noise": lambda: True, "rows": warn, "products in float16": lambda: False}
+    monkeypatch.setattr(kernels.dispatch, "self_tests", lambda device: tests)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in a worker
+        assert CliRunner().invoke(app, ["kernels", "--out", str(tmp_path / gpu.SELF_TEST.name)]).exit_code == 0
+    text = gpu.write(tmp_path, {}).read_text()
+    why = "The Triton kernel row_norm_sq gives wrong results."
+    assert f"passed their self-test: noise. Others: rows ({why}), products in float16 (not used).\n" in text
+    found = json.loads((tmp_path / "gpu.json").read_text())["kernels"]
+    assert found["noise"] == "passed"
+    assert "row_norm_sq" in found["rows"]
+
+
+def test_the_self_test_of_kernels_is_a_part_that_finds_none_on_a_cpu(tmp_path):
+    assert gpu.run([gpu.SELF_TEST], tmp_path, device="cpu", tiny=True, say=lambda line: None) == {}
+    gpu.write(tmp_path, {})
+    found = json.loads((tmp_path / "gpu.json").read_text())["kernels"]
+    assert set(found.values()) == {"not used"}
+    assert "have no result" in gpu.write(tmp_path / "empty", {}).read_text()
 
 
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_path):
