@@ -39,7 +39,8 @@ TORCHTITAN := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv
 # One thread a process: the test workers share the cores among themselves. Bytecode is kept, as many processes import it.
 PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
 
-.PHONY: venv demo test test-all docs dist gpu gpu-site wheels lint check bench clean
+.PHONY: venv demo test test-all docs dist gpu gpu-site wheels lint check bench clean \
+	gpu-kernels gpu-oracles-elementwise gpu-oracles-products gpu-oracles-layers gpu-benchmark
 
 venv: $(STAMP)
 
@@ -94,24 +95,45 @@ bench:
 
 # On a machine with an NVIDIA GPU: the tests that a GPU can fail, then the benchmark, in parts that resume.
 #
+#   make gpu-kernels         one part alone: kernels, oracles-elementwise, oracles-products, oracles-layers, benchmark
 #   WHEELS=../wheels         wheels of what $(PYTHON) lacks; `make wheels` fetches them where there is a network
 #   GPU_PARTS="--part NAME"  some parts of the benchmark; `python -m benchmarks gpu --list` shows them
+#   GPU_LIMIT=480            seconds for one part of the tests
 #   DEVICE=cpu               try it out without a GPU
 WHEELS    ?= ../wheels
 DEVICE    ?= cuda
+GPU_LIMIT ?= 480
 GPU_SITE  := .gpu-site
 ON_GPU    := env PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PYTHONUNBUFFERED=1 $(PYTHON)
-GPU_TESTS := -m pytest -q -p no:cacheprovider -W ignore --timeout=120
+# An interrupt, unlike the default signal, lets pytest print what failed before the limit.
+GPU_TESTS := timeout -s INT -k 20 $(GPU_LIMIT) $(ON_GPU) -m pytest -q -p no:cacheprovider -W ignore --timeout=120 -m "not exhaustive"
 # The interpreter of Triton is for machines without a GPU.
 KERNELS   := tests/gpu tests/kernels/triton tests/kernels/test_philox.py tests/noise/test_noise.py --deselect tests/kernels/triton/test_interpreter.py
-ORACLES   := tests/rules tests/engine/test_passes.py
+# Each part of the oracle's tests takes half a minute on one core of a CPU.
+PRODUCTS  := tests/rules/test_linear.py tests/rules/test_derived.py
+POINTWISE := tests/rules/test_elementwise.py
+GPU_ORDER := kernels oracles-elementwise oracles-products oracles-layers benchmark
 
 gpu: gpu-site
 	@failed=; \
-	timeout 300 $(ON_GPU) $(GPU_TESTS) $(KERNELS) -m "not exhaustive" || failed="$$failed kernels"; \
-	DPSHARD_TEST_DEVICE=$(DEVICE) timeout 420 $(ON_GPU) $(GPU_TESTS) $(ORACLES) -m "not exhaustive" || failed="$$failed oracles"; \
-	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) $(GPU_PARTS) || failed="$$failed benchmark"; \
+	for part in $(GPU_ORDER); do $(MAKE) --no-print-directory -o gpu-site gpu-$$part || failed="$$failed $$part"; done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+gpu-kernels: gpu-site
+	$(GPU_TESTS) $(KERNELS)
+
+gpu-oracles-elementwise: gpu-site
+	DPSHARD_TEST_DEVICE=$(DEVICE) $(GPU_TESTS) $(POINTWISE)
+
+gpu-oracles-products: gpu-site
+	DPSHARD_TEST_DEVICE=$(DEVICE) $(GPU_TESTS) $(PRODUCTS)
+
+# All others, so that no file of rules is forgotten.
+gpu-oracles-layers: gpu-site
+	DPSHARD_TEST_DEVICE=$(DEVICE) $(GPU_TESTS) tests/rules tests/engine/test_passes.py $(addprefix --ignore=,$(PRODUCTS) $(POINTWISE))
+
+gpu-benchmark: gpu-site
+	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) $(GPU_PARTS)
 
 gpu-site:
 	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \

@@ -227,11 +227,26 @@ def gpu(
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("torch finds no GPU: `dpshard doctor` says why. --device cpu --tiny tries it out.")
     failures = on_gpu.run(
-        parts, out.resolve(), device=device, tiny=tiny, say=lambda text: console.err.print(escape(text))
+        [on_gpu.SELF_TEST, *parts],
+        out.resolve(),
+        device=device,
+        tiny=tiny,
+        say=lambda text: console.err.print(escape(text)),
     )
     path = on_gpu.write(out, failures)
     console.out.print(path.read_text("utf-8"), markup=False, highlight=False)
     raise typer.Exit(1 if failures else 0)
+
+
+@app.command()
+def kernels(
+    device: Device = "cuda", out: Out = results_files.ROOT / "benchmarks/results-gpu/kernels", tiny: Tiny = False
+) -> None:
+    """Run the self-tests of the Triton kernels on a GPU, as a part of `gpu`; `--tiny` changes nothing."""
+    from benchmarks import kernels as part
+
+    path = results_files.write(out, "kernels", "kernels", {"outcomes": part.outcomes(torch.device(device))})
+    console.out.print(part.line(results_files.read(path.parent, "kernels")), markup=False, highlight=False)
 
 
 @app.command()

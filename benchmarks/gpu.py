@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import results_files, tables
+from benchmarks import kernels, results_files, tables
 from benchmarks.contenders import BASELINE
 from dpshard.applications.cli.formats import to_json
 from dpshard.applications.cli.run_folder import write_atomically
@@ -36,7 +36,7 @@ class Part:
 _FSDP2 = ("--ranks", "1", "--stage", "fsdp2", "--precision", "bf16", "--rounds", "10")
 _STYLES = ("--clipping", "all-layer", "--clipping", "layer-wise")
 _PEERS = ("-c", "dpshard:all-layer", "-c", "dpshard:layer-wise", "-c", "opacus:ghost", "-c", "vmap", "--rounds", "10")
-KINDS = ("zero", "workload")
+KINDS = ("zero", "workload", "kernels")
 """Kinds of results that parts write."""
 MODELS = ("G2", "G1", "G3", "G4")
 
@@ -49,6 +49,9 @@ PARTS = tuple(
     )
 ) + tuple(Part(f"{model}-peers", ("run", model, *_PEERS, "--no-memory"), 5) for model in MODELS[:2])
 """The most important parts come first; peers, in float32 without FSDP2, come last."""
+
+SELF_TEST = Part("kernels", ("kernels",), 4)
+"""Runs before all parts, in a process of its own: a wrong kernel may take its process along."""
 
 
 def find(names: Sequence[str]) -> list[Part]:
@@ -136,10 +139,12 @@ def write(out: Path, failures: dict[str, str]) -> Path:
     """Write gpu.json and the table README.md into `out`; return the table's path."""
     table = rows(out)
     figures: dict[str, Any] = {"head": HEAD, "rows": table, "failures": failures}
+    tested = results_files.read(out / SELF_TEST.name, "kernels")
+    figures["kernels"] = tested[0]["outcomes"] if tested else {}
     figures["environment"] = results_files.environment()
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "gpu.json", to_json(figures, 1).encode())
     lines = [f"- {name} failed: {' '.join(why.split())}" for name, why in failures.items()]
-    text = "\n".join(["# On one GPU", "", tables.markdown(HEAD, table), "", *lines])
+    text = "\n".join(["# On one GPU", "", tables.markdown(HEAD, table), "", kernels.line(tested), "", *lines])
     write_atomically(out / "README.md", f"{text.rstrip()}\n".encode())
     return out / "README.md"

@@ -5,13 +5,14 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from benchmarks import floor, oracle
-from benchmarks.contenders import BASELINE, Task, make, reason
+from benchmarks.contenders import BASELINE, Contender, Task, make, reason
 from benchmarks.workloads import Workload
 from dpshard.applications.benchmark import Spread, interleave, paired_ratio
 from dpshard.applications.benchmark.memory import in_fresh_process, peak_of
@@ -34,7 +35,7 @@ class Settings:
 
 
 def steps_of(names: Sequence[str], settings: Settings) -> int:
-    """Return the largest number of calls of `on_step` by `measure`."""
+    """Return the largest number of calls of `on_step` by `measure`, unless memory runs out."""
     return len(names) * (1 + WARMUP + settings.rounds + settings.memory)
 
 
@@ -43,8 +44,8 @@ def measure(
 ) -> dict[str, Any]:
     """Return all measurements of `workload`, as plain figures; the first name is the baseline's.
 
-    A peer that is missing, raises, or computes something else appears with its error, and is not timed. An error of
-    dpshard is raised.
+    A peer that is missing, raises, or computes something else appears with its error, and is not timed. So does each
+    contender for which the memory of the device is too small. Another error of dpshard is raised.
     """
     torch.set_num_threads(settings.threads)
     torch.compiler.reset()  # dynamo counts compilations of all workloads, and leaves code eager after a few
@@ -57,14 +58,12 @@ def measure(
     found: dict[str, dict[str, Any]] = {name: {"name": name} for name in names}
     for name in names:
         found[name] |= _checked(name, task)
+        _free()
         on_step(f"{workload.name} {name}: checked")
-    trainings = {name: make(name, task) for name in names if "error" not in found[name]}
-    times = interleave(
-        {name: training.step for name, training in trainings.items()},
-        rounds=settings.rounds,
-        warmup=WARMUP,
-        on_step=lambda name: on_step(f"{workload.name} {name}"),
-    )
+    timing = _timed([name for name in names if "error" not in found[name]], task, settings, on_step)
+    times, trainings = timing.times, timing.trainings
+    for name, why in timing.lost.items():
+        found[name]["error"] = why
     for name, seconds in times.items():
         found[name]["seconds"] = asdict(Spread.of(seconds))
         found[name]["ratio"] = asdict(paired_ratio(seconds, times[BASELINE]))
@@ -76,7 +75,7 @@ def measure(
             with FlopMeter() as meter:
                 trainings[name].step()
             found[name]["flops"] = meter.flops
-    del trainings
+    del timing, trainings
     gc.collect()
     if settings.memory:
         for name in times:
@@ -102,6 +101,66 @@ def own_baseline(name: str) -> str:
     return "jax:nonprivate" if name.startswith("jax") else BASELINE + ("+compile" if "+compile" in name else "")
 
 
+@dataclass
+class _Timing:
+    """Contenders that took turns."""
+
+    times: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of each round."""
+    trainings: dict[str, Contender] = field(default_factory=dict)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Why a contender was dropped."""
+
+
+class _OutOfMemoryError(Exception):
+    """The device has too little memory for a step of one contender, `name`, beside the others."""
+
+    def __init__(self, name: str, why: str) -> None:
+        super().__init__(why)
+        self.name = name
+
+
+def _timed(names: Sequence[str], task: Task, settings: Settings, on_step: Callable[[str], None]) -> _Timing:
+    """Return the times of all contenders that fit; without one that does not, the others begin again.
+
+    Raises DpshardError if the baseline does not fit.
+    """
+    timing = _Timing()
+    while not timing.times:
+        left = [name for name in names if name not in timing.lost]
+        try:
+            timing.times = interleave(
+                {name: partial(_step, name, task, timing.trainings) for name in left},
+                rounds=settings.rounds,
+                warmup=WARMUP,
+                on_step=lambda name: on_step(f"{task.workload.name} {name}"),
+            )
+        except _OutOfMemoryError as error:
+            if error.name == BASELINE:
+                raise DpshardError(f"{BASELINE} on {task.workload.name}: {error}") from error
+            timing.lost[error.name] = f"{error} It was to be timed beside {', '.join(left[: left.index(error.name)])}."
+            timing.trainings.pop(error.name, None)
+        _free()  # behind the handler, whose error holds tensors of the step
+    return timing
+
+
+def _step(name: str, task: Task, trainings: dict[str, Contender]) -> None:
+    """Take a step of a contender, made at its first one: the baseline, which is first, finds the most memory."""
+    try:
+        if name not in trainings:
+            trainings[name] = make(name, task)
+        trainings[name].step()
+    except torch.OutOfMemoryError as error:
+        raise _OutOfMemoryError(name, reason(error)) from error
+
+
+def _free() -> None:
+    """Give memory that nothing uses back to the device."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
 def _checked(name: str, task: Task) -> dict[str, Any]:
     """Return the error of the contender's update without noise, or the reason why it is not timed."""
     lr = 1.0  # rounding of the parameters would hide a small update
@@ -112,7 +171,8 @@ def _checked(name: str, task: Task) -> dict[str, Any]:
             return {}
         error = oracle.check(contender, trial)
     except Exception as error:
-        if name.startswith(("dpshard", BASELINE)):
+        fits = not isinstance(error, torch.OutOfMemoryError)
+        if name.startswith(("dpshard", BASELINE)) and fits:
             raise DpshardError(f"{name} on {task.workload.name}: {error}") from error
         return {"error": reason(error)}
     return {"update_error": error}

@@ -41,7 +41,7 @@ def ramp_loss(output: Tensor, *_: Tensor) -> Tensor:
 
 def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = ramp_loss) -> list[Gradients]:
     """The gradient of every sample's own loss; `data` is the model's input, then what the loss wants, row by row."""
-    data = _there(model, data)
+    data = there(model, data)
     parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
     found = []
     for i in range(len(data[0])):
@@ -53,8 +53,8 @@ def per_sample_gradients(model: nn.Module, data: Sequence[Tensor], loss: Loss = 
     return found
 
 
-def _there(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
-    """Move a model to DEVICE; return the data there."""
+def there(model: nn.Module, data: Sequence[Tensor]) -> list[Tensor]:
+    """Move a model to DEVICE; return the data there. The oracle and `private_step` do so, too."""
     if DEVICE is None:
         return list(data)
     model.to(DEVICE)
@@ -141,7 +141,7 @@ def private_step(
     `call` replaces the model in forward (by a compiled one, for example). Return those of the last of equal `steps`:
     from the second on, plans of calls are repeated. Other options are the engine's.
     """
-    data = _there(model, data)
+    data = there(model, data)
     B = len(data[0])
     engine = noise_free_engine(model, batch_size=batch_size or B, steps=steps, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)

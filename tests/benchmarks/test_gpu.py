@@ -2,12 +2,16 @@
 
 import json
 import os
+import re
+import shutil
+import subprocess
+import warnings
 from dataclasses import replace
 
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import gpu, measure, zero
+from benchmarks import gpu, kernels, measure, results_files, zero
 from benchmarks.cli import app
 from dpshard.errors import ConfigurationError
 
@@ -59,6 +63,32 @@ def test_every_part_is_a_command_and_its_results_are_in_the_table(measured, tmp_
     )
 
 
+def test_the_table_says_which_kernels_passed_their_self_test(monkeypatch, tmp_path):
+    def warn():
+        warnings.warn("The Triton kernel row_norm_sq gives\nwrong results.", stacklevel=1)
+        return False
+
+    tests = {"noise": lambda: True, "rows": warn, "products in float16": lambda: False}
+    monkeypatch.setattr(kernels.dispatch, "self_tests", lambda device: tests)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # as in a worker
+        assert CliRunner().invoke(app, ["kernels", "--out", str(tmp_path / gpu.SELF_TEST.name)]).exit_code == 0
+    text = gpu.write(tmp_path, {}).read_text()
+    why = "The Triton kernel row_norm_sq gives wrong results."
+    assert f"passed their self-test: noise. Others: rows ({why}), products in float16 (not used).\n" in text
+    found = json.loads((tmp_path / "gpu.json").read_text())["kernels"]
+    assert found["noise"] == "passed"
+    assert "row_norm_sq" in found["rows"]
+
+
+def test_the_self_test_of_kernels_is_a_part_that_finds_none_on_a_cpu(tmp_path):
+    assert gpu.run([gpu.SELF_TEST], tmp_path, device="cpu", tiny=True, say=lambda line: None) == {}
+    gpu.write(tmp_path, {})
+    found = json.loads((tmp_path / "gpu.json").read_text())["kernels"]
+    assert set(found.values()) == {"not used"}
+    assert "have no result" in gpu.write(tmp_path / "empty", {}).read_text()
+
+
 def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_path):
     (tmp_path / "done").mkdir()
     (tmp_path / "done/x.json").write_text('{"kind": "zero"}')
@@ -100,6 +130,18 @@ def test_parts_are_listed_and_a_missing_gpu_is_said(monkeypatch):
     without = CliRunner().invoke(app, ["gpu"])
     assert without.exit_code != 0
     assert "no GPU" in without.output
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+def test_each_part_of_make_gpu_runs_alone_and_prints_its_failures_at_its_limit():
+    text = (results_files.ROOT / "Makefile").read_text("utf-8")
+    *tests, benchmark = re.search(r"^GPU_ORDER := (.*)$", text, re.MULTILINE)[1].split()
+    for part in (*tests, benchmark):
+        command = ["make", "-n", "--no-print-directory", "-o", "gpu-site", "DEVICE=cuda", f"gpu-{part}"]
+        shown = subprocess.run(command, cwd=results_files.ROOT, capture_output=True, text=True, check=True).stdout
+        assert len(shown.splitlines()) == 1
+        assert ("timeout -s INT" in shown) == (part != benchmark)
+        assert ("DPSHARD_TEST_DEVICE=cuda" in shown) == part.startswith("oracles")
 
 
 def test_without_matplotlib_there_are_tables(monkeypatch, tmp_path):

@@ -77,6 +77,56 @@ def test_what_a_peer_cannot_do_is_said_and_what_dpshard_cannot_do_is_raised(monk
         measure.measure(find("W4", tiny=True), ["nonprivate", "dpshard:all-layer"], SETTINGS)
 
 
+def out_of_memory(monkeypatch, name, at):
+    """Let memory run out in a step of one contender, the first of which has the number 0; return all steps taken."""
+    step, taken = measure._step, []
+
+    def limited(one, task, trainings):
+        taken.append(one)
+        made = measure.make(one, task) if one not in trainings else trainings[one]
+        if one == name and taken.count(name) > at:
+            monkeypatch.setattr(made, "step", fail)
+        trainings[one] = made
+        step(one, task, trainings)
+
+    def fail():
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(measure, "_step", limited)
+    return taken
+
+
+@pytest.mark.parametrize("at", [0, measure.WARMUP + 1])
+def test_a_contender_without_enough_memory_is_dropped_and_the_others_are_timed(monkeypatch, at):
+    taken = out_of_memory(monkeypatch, "dpshard:layer-wise", at)
+    names = ["nonprivate", "dpshard:layer-wise", "vmap"]
+    result = measure.measure(find("W4", tiny=True), names, SETTINGS)
+    ordinary, lost, peer = result["contenders"]
+    assert ordinary["ratio"]["count"] == peer["ratio"]["count"] == SETTINGS.rounds
+    assert "seconds" not in lost
+    result["environment"] = results_files.environment()
+    assert tables.refusals(result) == [
+        "dpshard:layer-wise was not timed: OutOfMemoryError: CUDA out of memory. It was to be timed beside nonprivate."
+    ]
+    assert taken.count("dpshard:layer-wise") == at + 1
+
+
+def test_a_baseline_without_enough_memory_is_raised(monkeypatch):
+    out_of_memory(monkeypatch, "nonprivate", 0)
+    with pytest.raises(DpshardError, match="nonprivate on W4: OutOfMemoryError: CUDA out of memory"):
+        measure.measure(find("W4", tiny=True), ["nonprivate", "vmap"], SETTINGS)
+
+
+def test_a_check_without_enough_memory_drops_the_contender(monkeypatch):
+    def fail(contender, task, **_):
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(measure.oracle, "check", fail)
+    result = measure.measure(find("W4", tiny=True), ["nonprivate", "dpshard:all-layer"], SETTINGS)
+    assert result["contenders"][1]["error"] == "OutOfMemoryError: CUDA out of memory."
+    assert result["contenders"][0]["ratio"]["median"] == 1
+
+
 def test_steps_that_are_announced_are_taken():
     names, told = ["nonprivate", "vmap"], []
     measure.measure(find("W4", tiny=True), names, SETTINGS, told.append)

@@ -12,7 +12,7 @@ from torch import nn
 
 from dpshard.errors import LogicalBatchError, UnsupportedParameterError
 from tests.engine.script import STYLES, UNWARNED, D, P, data, engine_on, first_of, gradients, mlp
-from tests.oracle import clipped_mean, per_sample_gradients, relative_error
+from tests.oracle import clipped_mean, per_sample_gradients, relative_error, there
 
 pytestmark = UNWARNED
 
@@ -44,7 +44,8 @@ def test_a_second_backward_through_one_graph_is_refused(style, mode):
 
 
 def test_two_forwards_before_one_backward_in_an_own_loop():
-    model, (x, y) = mlp(), data(12)
+    model = mlp()
+    x, y = there(model, data(12))
     per_sample = per_sample_gradients(model, (x, y), F.cross_entropy)
     expected = clipped_mean(per_sample, max_grad_norm=1.0, batch_size=6)
     engine = engine_on(model)
@@ -55,7 +56,8 @@ def test_two_forwards_before_one_backward_in_an_own_loop():
 
 @pytest.mark.parametrize("style", ["all-layer", "param-wise"])
 def test_two_forwards_and_two_backwards_in_an_own_loop(style):
-    model, (x, y) = mlp(), data(12)
+    model = mlp()
+    x, y = there(model, data(12))
     per_sample = per_sample_gradients(model, (x, y), F.cross_entropy)
     groups = [[name] for name in per_sample[0]] if style == "param-wise" else None
     expected = clipped_mean(per_sample, max_grad_norm=1.0, batch_size=6, groups=groups)
@@ -153,7 +155,8 @@ class Fragile(nn.Module):
 @pytest.mark.parametrize("mode", ["auto", "ghost"])
 @pytest.mark.parametrize("where", ["after forward", "inside backward"])
 def test_an_exception_does_not_poison_the_next_step(style, mode, where):
-    model, (x, y) = Fragile(), data(12)
+    model = Fragile()
+    x, y = there(model, data(12))
     per_sample = per_sample_gradients(model, (x[6:], y[6:]), F.cross_entropy)
     groups = [["first.weight", "first.bias"], ["second.weight", "second.bias"]] if style == "layer-wise" else None
     expected = clipped_mean(per_sample, max_grad_norm=1.0, batch_size=6, groups=groups)

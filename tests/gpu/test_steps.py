@@ -1,7 +1,8 @@
 """Private steps on a GPU: what only a GPU can show. Without one, most take the same steps on the CPU.
 
-`make gpu` runs them. With DPSHARD_TEST_DEVICE=cuda the oracle's tests of rules and passes run on the GPU, too
-(tests/oracle.py). Kernels and noise have tests of their own, which take a GPU if there is one.
+`make gpu-kernels` runs them, as a part of `make gpu`. With DPSHARD_TEST_DEVICE=cuda the oracle's tests of rules and
+passes run on the GPU, too (tests/oracle.py). Kernels and noise have tests of their own, which take a GPU if there is
+one.
 """
 
 import copy

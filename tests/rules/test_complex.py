@@ -91,7 +91,7 @@ def test_exact(use, parameters):
 def routed(m, x):
     rows = (x[..., 0] > 0).flatten().nonzero()[:, 0]
     flat = torch.fft.fft(x).flatten(0, 1)
-    return parts(torch.zeros(len(flat), P, dtype=flat.dtype).index_add(0, rows, F.linear(flat[rows], m.w, m.b)))
+    return parts(flat.new_zeros(len(flat), P).index_add(0, rows, F.linear(flat[rows], m.w, m.b)))
 
 
 def test_rows_that_the_data_picks():

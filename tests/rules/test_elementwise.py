@@ -56,7 +56,7 @@ OPERATORS = {
     "add other=": lambda x, w: torch.add(x, other=w),
     "where": lambda x, w: torch.where(x > 0, x, w),
     "where of two": lambda x, w: torch.where(x > 0, w, 2 * w),
-    "where of fixed": lambda x, w: torch.where(torch.arange(T)[:, None] % 2 == 0, x, w),
+    "where of fixed": lambda x, w: torch.where(torch.arange(T, device=x.device)[:, None] % 2 == 0, x, w),
     "lerp by w": lambda x, w: torch.lerp(x, x.sin(), w),
     "clamp max=": lambda x, w: x.clamp(max=w),
 }

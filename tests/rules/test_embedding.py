@@ -112,9 +112,9 @@ def test_tables_read_without_embedding(use, shape):
 
 
 POSITIONS = {
-    "[T]": lambda x: torch.arange(x.shape[1]),
-    "[1, T]": lambda x: torch.arange(x.shape[1])[None],
-    "[B, T]": lambda x: torch.arange(x.shape[1]).expand(len(x), -1),
+    "[T]": lambda x: torch.arange(x.shape[1], device=x.device),
+    "[1, T]": lambda x: torch.arange(x.shape[1], device=x.device)[None],
+    "[B, T]": lambda x: torch.arange(x.shape[1], device=x.device).expand(len(x), -1),
 }
 
 
@@ -129,10 +129,18 @@ def test_relative_positions():
     """A [T, T] table of repeated ids, as in T5 (embedding) and Swin (index), added to attention scores; T = B."""
     distance = torch.arange(T)[:, None] - torch.arange(T)
     scores = lambda x: (x @ x.mT).unsqueeze(1)  # noqa: E731
-    t5 = Use(lambda m, x: scores(x) + m.t(distance.abs()).permute(2, 0, 1), before=C, t=nn.Embedding(T, 2))
+
+    def embedded(m, x):
+        return scores(x) + m.t(distance.abs().to(x.device)).permute(2, 0, 1)
+
+    t5 = Use(embedded, before=C, t=nn.Embedding(T, 2))
     assert_exact(t5, randn(T, T, C))
     flat = (distance + T - 1).view(-1)
-    swin = Use(lambda m, x: scores(x) + m.t[flat].view(T, T, -1).permute(2, 0, 1)[None], before=C, t=randn(2 * T, 2))
+
+    def indexed(m, x):
+        return scores(x) + m.t[flat.to(x.device)].view(T, T, -1).permute(2, 0, 1)[None]
+
+    swin = Use(indexed, before=C, t=randn(2 * T, 2))
     assert_exact(swin, randn(T, T, C))
 
 
@@ -165,7 +173,7 @@ def test_bags_of_flat_ids(mode, last):
     """Two bags a sample, [B, 2, T / 2] flattened."""
 
     def flat(m, ids):
-        offsets = torch.arange(0, ids.numel() + last, T // 2)
+        offsets = torch.arange(0, ids.numel() + last, T // 2, device=ids.device)
         y = F.embedding_bag(ids.flatten(), m.w, offsets, mode=mode, include_last_offset=last, padding_idx=0)
         return y.view(-1, 2, C)
 
@@ -178,7 +186,8 @@ def test_bags_of_flat_ids(mode, last):
 def test_samples_in_the_middle_of_a_flattened_dimension_are_refused():
     def by_field(m, ids):
         fields = ids.view(len(ids), 2, -1).transpose(0, 1).flatten()  # [2, B, T / 2]
-        y = F.embedding_bag(fields, m.w, torch.arange(0, ids.numel(), T // 2), mode="sum")
+        offsets = torch.arange(0, ids.numel(), T // 2, device=ids.device)
+        y = F.embedding_bag(fields, m.w, offsets, mode="sum")
         return y.view(2, -1, C).transpose(0, 1)
 
     model = Use(by_field, w=randn(V, C)).double()

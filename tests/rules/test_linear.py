@@ -78,7 +78,7 @@ def test_a_bias_that_broadcasts(shape, bias):
 
 def test_a_bias_that_broadcasts_over_samples_in_the_weight():
     def loss(m, x):
-        return F.linear(torch.ones(3, D).double(), x, m.b).T
+        return F.linear(torch.ones(3, D, dtype=x.dtype, device=x.device), x, m.b).T
 
     assert_exact(Use(loss, before=D, b=randn(1)), randn(4, D), modes=["auto", "bk"])
 

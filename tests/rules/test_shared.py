@@ -87,7 +87,7 @@ def test_two_functions_of_one_parameter(use, shape):
     "use",
     [
         lambda m, i: F.embedding(i, m.w) + m.w[0],
-        lambda m, i: F.embedding(i, m.w) + F.embedding(torch.arange(T), m.w),
+        lambda m, i: F.embedding(i, m.w) + F.embedding(torch.arange(T, device=i.device), m.w),
         lambda m, i: F.embedding(i, m.w).sin() + F.embedding(i.flip(1), m.w, 0),
         lambda m, i: m.w[i] * F.embedding(i, m.w).sin() + m.w[i, :1],
         lambda m, i: F.embedding_bag(i, m.w)[:, None] + F.embedding(i, m.w),

@@ -56,6 +56,17 @@ def _adds_rows(device: torch.device) -> bool:
     return interpreted() or _passes(device, lambda self_test: self_test.wrong_rows(device))
 
 
+def self_tests(device: torch.device) -> dict[str, Callable[[], bool]]:
+    """Return by group of kernels a function that tells if `device` uses them; it may warn. Only GPUs test kernels."""
+    on_gpu = device.type == "cuda"
+    return {
+        "noise": lambda: on_gpu and run_on(device),
+        "rows": lambda: on_gpu and run_on(device) and _adds_rows(device),
+        "products in bfloat16": lambda: on_gpu and run_on(device) and _multiplies(device, torch.bfloat16),
+        "products in float16": lambda: on_gpu and run_on(device) and _multiplies(device, torch.float16),
+    }
+
+
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
     """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
     try:

@@ -70,6 +70,17 @@ def test_products_that_differ_are_left_to_torch_for_their_dtype(gpu):
     assert gpu.wrong_product.call_count == 2
 
 
+def test_each_group_of_kernels_tells_if_it_passed(gpu):
+    gpu.wrong_rows = mock.Mock(return_value="row_norm_sq")
+    gpu.wrong_product.side_effect = lambda device, dtype: "weighted_sum" if dtype == torch.float16 else None
+    dispatch._adds_rows.cache_clear()
+    with pytest.warns(UserWarning, match="gives wrong results"):
+        found = {group: is_used() for group, is_used in dispatch.self_tests(GPU).items()}
+    dispatch._adds_rows.cache_clear()
+    assert found == {"noise": True, "rows": False, "products in bfloat16": True, "products in float16": False}
+    assert not any(is_used() for is_used in dispatch.self_tests(torch.device("cpu")).values())
+
+
 def test_kernels_can_be_switched_off(gpu, monkeypatch):
     monkeypatch.setenv("DPSHARD_TRITON", "0")
     assert not triton.run_on(GPU)
