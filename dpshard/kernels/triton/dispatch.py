@@ -56,6 +56,11 @@ def _adds_rows(device: torch.device) -> bool:
     return interpreted() or _passes(device, lambda self_test: self_test.wrong_rows(device))
 
 
+@functools.cache
+def _adds_digests(device: torch.device) -> bool:
+    return interpreted() or _passes(device, lambda self_test: self_test.wrong_digest(device))
+
+
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
     """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
     try:
@@ -123,3 +128,8 @@ def supports_rows(x: Tensor) -> bool:
 def supports_row_norms(x: Tensor) -> bool:
     """Return True if a kernel takes the norms of rows of x [B, ...]: one program a row suits short ones."""
     return x.shape[1:].numel() <= tiles.LONGEST and supports_rows(x)
+
+
+def supports_digest(device: torch.device) -> bool:
+    """Return True if a kernel adds up digests on `device`."""
+    return run_on(device) and _adds_digests(device)
