@@ -76,7 +76,7 @@ class PartsOfTerms(ModelParts):
         return self._terms.agreed(super().agreed(numbers))
 
     def is_termwise(self, name: str) -> bool:
-        """Return True if the parameter's records are terms of a sum."""
+        """Return True if the parameter's records are terms."""
         return self._terms.is_termwise(name)
 
     def norm_sq(self, cut_B: Tensor, whole_B: Tensor) -> Tensor:
@@ -84,11 +84,11 @@ class PartsOfTerms(ModelParts):
         return self._terms.over_ranks(super().norm_sq(cut_B, whole_B))
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
-        """Squared norms [X] of sums over terms, bitwise equal on all ranks."""
+        """Squared norms [X] of sums over terms."""
         return super().norm_sq(cut_X, whole_X)
 
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
-        """Return this rank's slices [B, n] of the sums of terms."""
+        """Return this rank's slices [B, n] of sums of terms."""
         return self._terms.sliced(name, terms_B)
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Any) -> Tensor | None:

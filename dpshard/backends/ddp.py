@@ -102,7 +102,7 @@ class DDPReduction(Reduction):
         return last or self._has_experts
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         return self._store.fault()
 
     @property

@@ -80,7 +80,7 @@ class ExpertParts(ModelParts):
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """Return the samples of the rows that arrive; None if rows return to a rank that did not send them."""
+        """Return the samples of the rows that arrive, or None."""
         arrived = self._sent(sample_N, received, sent)
         sizes = self.gather(torch.tensor([batch_size], device=self.device)).view(-1)
         if bool((sizes != batch_size).any()):
@@ -96,11 +96,11 @@ class ExpertParts(ModelParts):
         return home if bool(((home >= 0) & (home < batch_size)).all()) else None
 
     def sample_count(self, batch_size: int, names: Collection[str]) -> int:
-        """Return the number of samples, of one or of all ranks, whose rows meet these parameters."""
+        """Return the number of samples whose rows meet these parameters."""
         return batch_size * self.size if any(map(self.is_cut, names)) else batch_size
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """Return the samples as these parameters' records number them; None for rows that they cannot meet."""
+        """Return the samples as these parameters' records number them, or None."""
         of_experts = {self.is_cut(name) for name in names}
         if of_experts == {False}:
             return sample_N if sample_N is None or bool((sample_N < batch_size).all()) else None

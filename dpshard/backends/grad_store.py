@@ -167,7 +167,7 @@ class DotGradStore:
             self._guard.require_untouched(names)
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         try:
             with torch.no_grad():  # otherwise autograd records to_local()
                 self.require_untouched(self._parameters)

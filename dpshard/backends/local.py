@@ -50,7 +50,7 @@ class NoReduction(Reduction):
         return False
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         return self._store.fault()
 
 

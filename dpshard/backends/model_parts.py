@@ -122,11 +122,11 @@ class ModelParts:
         return x_B
 
     def sample_count(self, batch_size: int, names: Collection[str]) -> int:
-        """Return the number of samples, of one or of all ranks, whose rows meet these parameters."""
+        """Return the number of samples whose rows meet these parameters."""
         return batch_size
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """Return the samples as these parameters' records number them; None for rows that they cannot meet."""
+        """Return the samples as these parameters' records number them, or None."""
         return sample_N
 
     # --- inputs
@@ -163,7 +163,7 @@ class ModelParts:
         return name in self._cut
 
     def is_termwise(self, name: str) -> bool:
-        """Return True if the parameter's records are terms of a sum."""
+        """Return True if the parameter's records are terms."""
         return name in self._termwise
 
     def adds_squares(self, name: str) -> bool:
@@ -175,7 +175,7 @@ class ModelParts:
         return self.over_ranks(cut_B + whole_B if self.rank == 0 else cut_B)
 
     def norm_sq_of_sums(self, cut_X: Tensor, whole_X: Tensor) -> Tensor:
-        """Squared norms [X] of sums over terms, bitwise equal on all ranks."""
+        """Squared norms [X] of sums over terms."""
         return self.norm_sq(cut_X, whole_X)
 
     def over_ranks(self, x: Tensor) -> Tensor:
@@ -196,7 +196,7 @@ class ModelParts:
     def send_samples(
         self, sample_N: Tensor, received: Sequence[int], sent: Sequence[int], batch_size: int
     ) -> Tensor | None:
-        """Return the samples of the rows that arrive; None if rows return to a rank that did not send them."""
+        """Return the samples of the rows that arrive, or None."""
         arrived = self._sent(sample_N, received, sent)
         return arrived if bool(((arrived >= 0) & (arrived < batch_size)).all()) else None
 
@@ -222,7 +222,7 @@ class ModelParts:
         return x
 
     def sliced(self, name: str, terms_B: Tensor) -> Tensor:
-        """Return this rank's slices [B, n] of the sums of terms."""
+        """Return this rank's slices [B, n] of sums of terms."""
         return self.slices.scatter(name, terms_B.detach())
 
     def whole_sum(self, name: str, total: Tensor | None, parameter: Tensor) -> Tensor | None:

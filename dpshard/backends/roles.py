@@ -34,7 +34,7 @@ class Reduction(ABC):
 
     @abstractmethod
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Return the error for which this rank's sums must not be released, or None."""
 
     @property
     def is_unsummed(self) -> bool:

@@ -87,7 +87,7 @@ class LateUnits(UnitReduction, LateSums):
             self._late_fault = error  # raised later: other ranks wait in the next reductions
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} came after those of its micro-batch were "

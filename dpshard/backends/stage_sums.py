@@ -90,7 +90,7 @@ class WholeSums(DirectReduction, LateSums):
         """Do nothing."""
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         return self._late_fault or super().fault()
 
     def sum_rest(self) -> None:

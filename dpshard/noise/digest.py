@@ -29,7 +29,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard.kernels import native
+from dpshard.kernels import native, triton
 from dpshard.kernels.native.digest import WIDTH
 from dpshard.noise.keyed import SumShard, require_shards
 from dpshard.noise.pieces import dense
@@ -50,7 +50,7 @@ class SumDigest:
         self._secret = secret
         columns = RandomSource(derive_key(secret, "digest", "columns")).words(LANES * WIDTH // 2).view("<i4")
         self._columns = torch.from_numpy(columns.astype(np.int32).reshape(LANES, WIDTH))
-        self._wide_columns: dict[torch.device, Tensor] = {}
+        self._columns_at: dict[tuple[torch.device, torch.dtype], Tensor] = {}
         # Parameters repeat every step, and weights are small: 16 bytes for WIDTH words.
         self._weights: dict[tuple[str, int, int], NDArray[np.int64]] = {}
         self._stretches: dict[Any, native.Stretches] = {}
@@ -83,11 +83,9 @@ class SumDigest:
         for name, local, start, *_ in others:
             stretch = _stretch(name, start * (local.itemsize // 4), dense(local))
             rest.setdefault(local.device, []).append(stretch)
-        for device, others in rest.items():
-            for pieces in _batches(others):
-                weights = [self._of_rows_on(device, piece.name, piece.start, len(piece.words)) for piece in pieces]
-                matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat(weights)
-                found[device] += ((matrix[:, None] * self._columns_on(device)).sum(2) * rows).sum(0)
+        for device, stretches in rest.items():
+            add_ = self._add_by_kernel_ if triton.supports_digest(device) else self._add_by_torch_
+            add_(found[device], stretches)
         whole, *others = found.values() or [torch.zeros(LANES, dtype=torch.int64, device="cpu")]
         for total in others:
             whole = whole + total.to(whole.device)
@@ -107,10 +105,23 @@ class SumDigest:
             stretches = self._stretches[layout] = native.Stretches(found)
         native.add_digests_(total, [x if x.is_contiguous() else dense(x) for x in tensors], stretches, self._columns)
 
-    def _columns_on(self, device: torch.device) -> Tensor:
-        if device not in self._wide_columns:
-            self._wide_columns[device] = self._columns.to(device, torch.int64)
-        return self._wide_columns[device]
+    def _add_by_kernel_(self, total: Tensor, stretches: Sequence[_Stretch]) -> None:
+        columns = self._columns_on(total.device, torch.int32)
+        for name, start, words, at, _ in stretches:
+            triton.add_digest_(total, words, at, columns, self._of_rows_on(total.device, name, start, len(words)))
+
+    def _add_by_torch_(self, total: Tensor, stretches: Sequence[_Stretch]) -> None:
+        device = total.device
+        columns = self._columns_on(device, torch.int64)
+        for pieces in _batches(stretches):
+            weights = [self._of_rows_on(device, piece.name, piece.start, len(piece.words)) for piece in pieces]
+            matrix, rows = _rows_of(pieces).to(torch.int64), torch.cat(weights)
+            total += ((matrix[:, None] * columns).sum(2) * rows).sum(0)
+
+    def _columns_on(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        if (device, dtype) not in self._columns_at:
+            self._columns_at[device, dtype] = self._columns.to(device, dtype)
+        return self._columns_at[device, dtype]
 
     def _of_rows(self, name: str, start: int, n: int) -> NDArray[np.int64]:
         """Weights [rows, 2] of the rows that words [start, start + n) meet."""

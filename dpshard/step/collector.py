@@ -74,7 +74,7 @@ class Collector:
 
     @property
     def epoch(self) -> int:
-        """Number of the epoch in which tapes and logical batches are valid; see BatchState."""
+        """Epoch of the tapes and logical batches that are valid; see BatchState."""
         return self.clipper.epoch
 
     # --- forward and backward
@@ -126,7 +126,7 @@ class Collector:
             self._own_packed = before
 
     def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
-        """Return a context for an outermost forward; it yields False outside of training."""
+        """Return a context for a forward; it yields False outside of training."""
         return nullcontext(True) if self._stages is None else self._stages.forward(module, self.batch)
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:

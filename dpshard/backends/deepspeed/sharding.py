@@ -87,7 +87,7 @@ class ZeroSharding(Sharding):
     # --- shards
 
     def unshard(self, name: str, shard: Tensor) -> Tensor:
-        """Whole of a parameter-like tensor; all ranks call it, in one order."""
+        """Whole tensor; all ranks call it, in one order."""
         place, shape = self.layout.fragments[name], self.shapes[name]
         full = torch.zeros(math.prod(shape), dtype=shard.dtype, device=self.compute_device)
         full[place.start : place.start + place.length] = shard

@@ -190,7 +190,7 @@ class UnitReduction(Reduction):
         return True
 
     def fault(self) -> DpshardError | None:
-        """Error that forbids a release of this rank's sums, or None."""
+        """Error that forbids a release, or None."""
         if self._store.unreduced:
             return LogicalBatchError(
                 f"The clipped sum of {next(iter(self._store.unreduced))} was not reduced over ranks: "

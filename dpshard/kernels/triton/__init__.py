@@ -8,18 +8,22 @@ Tiles write partial sums, without atomic additions, so sums round in the same or
 sum of K products on tensor cores may drop its last bit. In all that is below K 2^-27 of the sum. So Gram matrices, with
 rows as long as a vocabulary, are summed in chunks of 1024.
 
+Only the digest adds atomically: sums of integers that wrap around are the same in every order.
+
 Kernels need compute capability 8.0 or more. Triton's interpreter (TRITON_INTERPRET=1) runs them on CPU tensors.
 DPSHARD_TRITON=0 switches them off.
 """
 
 from dpshard.kernels.triton.dispatch import (
     run_on,
+    supports_digest,
     supports_ghost_norm,
     supports_product,
     supports_row_norms,
     supports_rows,
 )
 from dpshard.kernels.triton.operators import (
+    add_digest_,
     ghost_norm_sq,
     gradient_norm_sq,
     per_sample,
@@ -31,6 +35,7 @@ from dpshard.kernels.triton.operators import (
 from dpshard.kernels.triton.tiles import ghost_tile
 
 __all__ = [
+    "add_digest_",
     "ghost_norm_sq",
     "ghost_tile",
     "gradient_norm_sq",
@@ -38,6 +43,7 @@ __all__ = [
     "release_",
     "row_norm_sq",
     "run_on",
+    "supports_digest",
     "supports_ghost_norm",
     "supports_product",
     "supports_row_norms",

@@ -56,12 +56,18 @@ def _adds_rows(device: torch.device) -> bool:
     return interpreted() or _passes(device, lambda self_test: self_test.wrong_rows(device))
 
 
+@functools.cache
+def _adds_digests(device: torch.device) -> bool:
+    return interpreted() or _passes(device, lambda self_test: self_test.wrong_digest(device))
+
+
 def self_tests(device: torch.device) -> dict[str, Callable[[], bool]]:
     """Return by group of kernels a function that tells if `device` uses them; it may warn. Only GPUs test kernels."""
     on_gpu = device.type == "cuda"
     return {
         "noise": lambda: on_gpu and run_on(device),
         "rows": lambda: on_gpu and run_on(device) and _adds_rows(device),
+        "digest": lambda: on_gpu and run_on(device) and _adds_digests(device),
         "products in bfloat16": lambda: on_gpu and run_on(device) and _multiplies(device, torch.bfloat16),
         "products in float16": lambda: on_gpu and run_on(device) and _multiplies(device, torch.float16),
     }
@@ -134,3 +140,8 @@ def supports_rows(x: Tensor) -> bool:
 def supports_row_norms(x: Tensor) -> bool:
     """Return True if a kernel takes the norms of rows of x [B, ...]: one program a row suits short ones."""
     return x.shape[1:].numel() <= tiles.LONGEST and supports_rows(x)
+
+
+def supports_digest(device: torch.device) -> bool:
+    """Return True if a kernel adds up digests on `device`."""
+    return run_on(device) and _adds_digests(device)

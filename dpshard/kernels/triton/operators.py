@@ -104,6 +104,20 @@ def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int
     return norm_sq
 
 
+@_operator("(Tensor(a!) total, Tensor words, int at, Tensor columns, Tensor rows) -> ()")
+def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
+    """Add to `total` (int64 [2]) the digest of `words` (int32 [n], n > 0), exactly.
+
+    The first word has the place `at` in its row. Weights of columns are int32 [2, WIDTH], those of the rows that the
+    words meet int64 [R, 2]. All are contiguous and on one device; see noise/digest.py.
+    """
+    from dpshard.kernels.triton import digest
+
+    with torch.cuda.device_of(words):
+        digest.add_digest_(total, words, at, columns, rows)
+    torch.autograd.graph.increment_version(total)
+
+
 def _norms(rows: Tensor) -> Tensor:
     return rows.new_empty(len(rows), dtype=torch.float32)
 
@@ -116,6 +130,7 @@ for _name, _fake in {
     "ghost_norm_sq": lambda rows, cols, floor: _norms(rows),
     "gradient_norm_sq": lambda rows, cols: _norms(rows),
     "per_sample": lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)),
+    "add_digest_": lambda *_: None,
     "release_": lambda x, *_: x.new_empty((), dtype=torch.float64),
     "weighted_sum": lambda rows, cols, factors: _gradients(rows, cols),
     "row_norm_sq": _norms,

@@ -1,6 +1,6 @@
 """Compare the kernels with torch's own results, once on each device. Needs Triton.
 
-A wrong kernel would understate norms, or leave out noise, without a sign.
+A wrong kernel would understate norms, leave out noise, or draw it again for other sums, without a sign.
 """
 
 from __future__ import annotations
@@ -18,6 +18,11 @@ _SIZES = ((2, 2, 70, 40, 33), (22, 1, 257, 17, 16), (64, 1, 16, 130, 20))
 
 _ROWS = ((1, 3, 5), (2, 40, 2500))
 """Uses, samples, elements."""
+
+_WIDTH = 4096
+"""Words of a row in noise/digest.py."""
+_STRETCHES = ((0, 1), (4095, 2), (1027, 9000), (16, 304 * _WIDTH - 32))
+"""Place of the first word in its row, words: one and several rows, alone and in a group."""
 
 _BLOCK = 4 * philox.HALF
 
@@ -81,6 +86,24 @@ def wrong_rows(device: torch.device) -> str | None:
         total, size = (torch.einsum("ub,ubn->un", weights.double(), rows) for rows in (exact, exact.abs()))
         if not _is_near(operators.weighted_rows(x, weights), total, size):
             return "weighted_rows"
+    return None
+
+
+def wrong_digest(device: torch.device) -> str | None:
+    """Return the name of the digest's kernel if it differs from torch in one bit, else None."""
+    generator = _generator(device)
+
+    def drawn(bits: int, *shape: int) -> Tensor:
+        return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, shape, generator=generator, device=device)
+
+    columns, found = drawn(32, 2, _WIDTH), drawn(64, 2)
+    for at, n in _STRETCHES:
+        words, rows = drawn(32, n), drawn(64, -(-(at + n) // _WIDTH), 2)
+        matrix = torch.nn.functional.pad(words, (at, len(rows) * _WIDTH - at - n)).view(-1, 1, _WIDTH)
+        expected = found + ((matrix * columns).sum(2) * rows).sum(0)
+        operators.add_digest_(found, words.int(), at, columns.int(), rows)
+        if not torch.equal(found, expected):
+            return "add_digest_"
     return None
 
 

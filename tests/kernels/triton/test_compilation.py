@@ -12,7 +12,7 @@ if find_spec("triton") is None or os.environ.get("TRITON_INTERPRET"):
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from dpshard.kernels.triton import gaussian, gram, product, rows
+from dpshard.kernels.triton import digest, gaussian, gram, product, rows
 from tests.grids import covering
 
 LEAST_SHARED_MEMORY = 99 * 1024
@@ -22,7 +22,8 @@ POINTERS = {
     **dict.fromkeys(
         ("products", "scales", "gradients", "squares", "total", "factors", "weights", "x", "bounds"), "*fp32"
     ),
-    "streams": "*i64",
+    **dict.fromkeys(("words", "column_weights"), "*i32"),
+    **dict.fromkeys(("streams", "row_weights", "lanes"), "*i64"),
     **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols", "hidden_sum", "floor", "root"), "fp32"),
     **dict.fromkeys(("rows_b", "cols_b", "x_u", "x_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
 }
@@ -37,6 +38,7 @@ KERNELS = [
     (rows._row_norm_sq, {"STEP": rows._STEP}, 4),
     (rows._weighted_rows, {"SAMPLES": rows._SAMPLES, "ELEMENTS": rows._ELEMENTS}, 4),
     (gaussian._release, {"BLOCK": 2**20, "HALF": 512}, 4),
+    (digest._add_digest, {"WIDTH": 4096, "TILE": digest._TILE}, 4),
 ]
 
 

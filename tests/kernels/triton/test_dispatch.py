@@ -17,9 +17,10 @@ TritonError = pytest.importorskip("triton.errors").TritonError
 @pytest.fixture
 def gpu():
     """A machine with a GPU and Triton, and a stand-in for the self-test."""
-    self_test = SimpleNamespace(wrong_noise=mock.Mock(return_value=None), wrong_product=mock.Mock(return_value=None))
-    dispatch._runs.cache_clear()
-    dispatch._multiplies.cache_clear()
+    self_test = SimpleNamespace(
+        **{name: mock.Mock(return_value=None) for name in ("wrong_noise", "wrong_product", "wrong_digest")}
+    )
+    clear_caches()
     with (
         mock.patch.object(dispatch, "_has_tensor_cores", return_value=True),
         mock.patch.object(dispatch, "_is_installed", return_value=True),
@@ -27,8 +28,12 @@ def gpu():
         mock.patch.object(triton, "self_test", self_test, create=True),
     ):
         yield self_test
-    dispatch._runs.cache_clear()
-    dispatch._multiplies.cache_clear()
+    clear_caches()
+
+
+def clear_caches():
+    for tried_out in (dispatch._runs, dispatch._multiplies, dispatch._adds_digests):
+        tried_out.cache_clear()
 
 
 def test_kernels_run_where_triton_launches(gpu):
@@ -70,6 +75,18 @@ def test_products_that_differ_are_left_to_torch_for_their_dtype(gpu):
     assert gpu.wrong_product.call_count == 2
 
 
+def test_digests_that_differ_are_left_to_torch(gpu):
+    assert triton.supports_digest(GPU)
+    assert triton.supports_digest(GPU)
+    gpu.wrong_digest.assert_called_once_with(GPU)
+    clear_caches()
+    gpu.wrong_digest.return_value = "add_digest_"
+    with pytest.warns(UserWarning, match="kernel add_digest_ gives wrong results on cuda:0"):
+        assert not triton.supports_digest(GPU)
+    assert not triton.supports_digest(GPU)
+    assert triton.run_on(GPU)
+
+
 def test_each_group_of_kernels_tells_if_it_passed(gpu):
     gpu.wrong_rows = mock.Mock(return_value="row_norm_sq")
     gpu.wrong_product.side_effect = lambda device, dtype: "weighted_sum" if dtype == torch.float16 else None
@@ -77,13 +94,20 @@ def test_each_group_of_kernels_tells_if_it_passed(gpu):
     with pytest.warns(UserWarning, match="gives wrong results"):
         found = {group: is_used() for group, is_used in dispatch.self_tests(GPU).items()}
     dispatch._adds_rows.cache_clear()
-    assert found == {"noise": True, "rows": False, "products in bfloat16": True, "products in float16": False}
+    assert found == {
+        "noise": True,
+        "rows": False,
+        "digest": True,
+        "products in bfloat16": True,
+        "products in float16": False,
+    }
     assert not any(is_used() for is_used in dispatch.self_tests(torch.device("cpu")).values())
 
 
 def test_kernels_can_be_switched_off(gpu, monkeypatch):
     monkeypatch.setenv("DPSHARD_TRITON", "0")
     assert not triton.run_on(GPU)
+    assert not triton.supports_digest(GPU)
     gpu.wrong_noise.assert_not_called()
 
 

@@ -5,6 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
+from dpshard.kernels.native.digest import WIDTH
 from dpshard.kernels.triton import operators, self_test, tiles
 from tests.kernels.triton.support import DEVICE, skip_without_kernels
 
@@ -71,6 +72,33 @@ def test_rows_of_weight_0_that_are_read_are_named():
 
     with mock.patch.object(operators, "weighted_rows", faulty):
         assert self_test.wrong_rows(DEVICE) == "weighted_rows"
+
+
+def wrong_digest(faulty):
+    with mock.patch.object(operators, "add_digest_", faulty):
+        return self_test.wrong_digest(DEVICE)
+
+
+def test_a_digest_that_differs_is_named():
+    sound = operators.add_digest_
+
+    def of_other_bits(total, words, *rest):
+        words[-1] ^= 1
+        sound(total, words, *rest)
+
+    def of_another_place(total, words, at, *rest):
+        sound(total, words, 4 * (at // 4), *rest)
+
+    def of_equal_lanes(total, words, at, columns, rows):
+        sound(total, words, at, columns[:1].repeat(2, 1), rows)
+
+    def of_narrow_rows(total, words, at, columns, rows):
+        sound(total, words, at, columns, rows.int().long())
+
+    assert self_test._WIDTH == WIDTH
+    assert wrong_digest(sound) is None
+    for faulty in (of_other_bits, of_another_place, of_equal_lanes, of_narrow_rows, lambda *_: None):
+        assert wrong_digest(faulty) == "add_digest_"
 
 
 @pytest.mark.parametrize("std", [0.0, 0.3001])
