@@ -5,6 +5,7 @@ passes run on the GPU, too (tests/oracle.py). Kernels and noise have tests of th
 one.
 """
 
+import contextlib
 import copy
 import threading
 from unittest import mock
@@ -21,10 +22,13 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine
 from dpshard.clipping.tape import Clipper, Tape
 from dpshard.noise.keyed import BLOCK, KeyedGaussian, SumShard
+from dpshard.records import convolution, outer_product
+from dpshard.records.convolution import Convolution
 from dpshard.records.offload import self_test
 from dpshard.records.offload.copies import Copies, Gpu
+from dpshard.records.outer_product import OuterProduct
 from tests.noise.sampled import sampled
-from tests.oracle import norm, private_step, relative_error
+from tests.oracle import clipped_mean, norm, per_sample_gradients, private_step, relative_error
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 FALSE_ALARM = 1e-7
@@ -75,27 +79,91 @@ def test_an_update_is_that_of_the_cpu(style, mode):
     assert relative_error(found, expected) < 1e-10
 
 
+def powers(*shape):
+    """Powers of two, which TF32 does not round."""
+    return 2.0 ** torch.randint(-2, 3, shape)
+
+
+class Cancelling:
+    """A layer, inputs and a loss whose gradients shrink to a tenth in the sum over positions, as TF32 shows.
+
+    TF32 rounds the inputs of positions with a positive sign, and nothing else: it changes the sums by 2e-3 or more.
+    They are far above the floor of norms, a hundredth of the sum without signs.
+    """
+
+    B, T, D, POSITIVE = 4, 64, 512, 35
+
+    def __init__(self, kind):
+        torch.manual_seed(0)
+        B, T, D = self.B, self.T, self.D
+        linear = kind == "linear"
+        self.model = nn.Linear(D, D, bias=False) if linear else nn.Conv1d(D, D, 1, bias=False)
+        positive = (torch.arange(T) < self.POSITIVE)[:, None]
+        x = torch.where(positive, 1 + 2**-11 + 2**-14, 1.0) * powers(1, D) * 2.0 ** -torch.arange(B).view(B, 1, 1)
+        weights = torch.where(positive, 1.0, -1.0) * powers(1, D)
+        self.x, self.weights = (x, weights) if linear else (x.mT.contiguous(), weights.mT)
+
+    def loss(self, output, *_):
+        return (output * self.weights.to(output)).flatten(1).sum(1).mean()
+
+    def step(self):
+        """Return the update of a step with two of four samples clipped, and that of the oracle in float64."""
+        exact = per_sample_gradients(copy.deepcopy(self.model).double(), (self.x.double(),), self.loss)
+        options = {"max_grad_norm": 0.999 * norm(exact[1])}
+        found = private_step(
+            self.model.to(DEVICE), (self.x.to(DEVICE),), self.loss, verify=False, clipping_mode="bk", **options
+        )
+        return found, clipped_mean(exact, batch_size=self.B, **options)
+
+
+def in_tf32(function):
+    """Return the function of tensors whose numbers have lost all but 10 bits."""
+
+    def kept(x):
+        return ((x.contiguous().view(torch.int32) + 0x1000) & ~0x1FFF).view(torch.float32)
+
+    return lambda *args: function(*(kept(x) if isinstance(x, torch.Tensor) else x for x in args))
+
+
+@contextlib.contextmanager
+def watched(kind, *, grams=lambda f: f, sums=lambda f: f):
+    """Replace Gram matrices and clipped sums of a kind of layer; yield mocks that count calls, and one of gradients."""
+    linear = kind == "linear"
+    module = outer_product if linear else convolution
+    owner, name = (torch, "bmm") if linear else (Convolution, "_summed")
+    record, made = (OuterProduct, "per_sample") if linear else (Convolution, "_made")
+    summed = sums(getattr(owner, name))
+    with (
+        mock.patch.object(outer_product.native, "supports_ghost_norm", return_value=False),
+        mock.patch.object(module, "gram", side_effect=grams(module.gram)) as gram,
+        mock.patch.object(owner, name, autospec=not linear, side_effect=summed) as total,
+        mock.patch.object(record, made, autospec=True, side_effect=getattr(record, made)) as gradients,
+    ):
+        yield gram, total, gradients
+
+
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
 @pytest.mark.parametrize("precision", ["highest", "high"])
-def test_a_sample_whose_positions_cancel_stays_below_the_threshold(kind, precision):
-    """With TF32 in the sums and not in the norms it would be above."""
-    torch.manual_seed(0)
-    bound, before = 1e-3, torch.get_float32_matmul_precision()
+def test_tf32_enters_neither_gram_matrices_nor_clipped_sums(kind, precision):
+    before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
-    model = (nn.Linear(64, 64, bias=False) if kind == "linear" else nn.Conv1d(64, 64, 1, bias=False)).to(DEVICE)
-    pairs = torch.randn(1, 128, 64).repeat_interleave(2, 1)
-    x = (pairs * (1 + 1e-4 * torch.randn(1, 256, 64))).to(DEVICE)
-    signs = torch.tensor([1.0, -1.0], device=DEVICE).repeat(128)
-    x = x if kind == "linear" else x.mT.contiguous()
-
-    def cancelling(output, *_):
-        return (output * (signs[:, None] if kind == "linear" else signs)).sum() * 100
-
     try:
-        update = private_step(model, (x,), cancelling, max_grad_norm=bound, verify=False)
+        with watched(kind) as (gram, total, gradients):
+            found, expected = Cancelling(kind).step()
     finally:
         torch.set_float32_matmul_precision(before)
-    assert 0.9 * bound < norm(update) <= bound * (1 + 1e-4)
+    assert gram.called
+    assert total.called
+    assert not gradients.called
+    assert relative_error(found, expected) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["linear", "convolution"])
+@pytest.mark.parametrize("rounded", [{"grams"}, {"sums"}, {"grams", "sums"}], ids=str)
+def test_tf32_in_either_would_be_seen(kind, rounded):
+    with watched(kind, **dict.fromkeys(rounded, in_tf32)):
+        found, expected = Cancelling(kind).step()
+    assert relative_error(found, expected) > 4e-4
 
 
 @pytest.mark.parametrize("mode", ["auto", "ghost", "per-example"])
