@@ -5,12 +5,13 @@ Let Q be N(0, sigma^2 I_T) in units of R. P adds 1 to coordinate I, uniform on t
 directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025, arXiv:2502.08202). In its first n
 steps, P adds 1 only if I < n.
 
-Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey sticks are
-means of convex functions of A. Moving mass to its two neighbours on a grid, with the same mean, only raises these. So 2
-log2(T) sums on grids of log A give a dominating pair.
+Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey-stick
+divergences are means of convex functions of A. To move mass to the two neighbouring grid points, with the same mean,
+only raises these. So 2 log2(T) sums on grids of log A give a dominating pair.
 
-Mass that is cut off counts as an infinite loss: at most TAIL at each end of each grid. A sums over a tree of 2 T nodes,
-so it is less than 8 T TAIL in all. All terms are positive, so masses are rounded by about T 2^-52 of them.
+Mass that is cut off counts as an infinite loss: at most TAIL at each end of each grid. The sums for A form a tree of 2
+T nodes, so the total is less than 8 T TAIL. All terms are positive, so the relative rounding of masses is about T
+2^-52.
 """
 
 from __future__ import annotations
@@ -43,23 +44,23 @@ class Ratio:
     interval: float
     first: int
     under_q: Masses
-    """Masses [n]; the rest has A = 0."""
+    """Masses [n] under Q; the rest of the mass has A = 0."""
     under_p: Masses
-    """A times `under_q` [n]; the rest has infinite A."""
+    """Masses [n] under P, A times `under_q`; the rest of the mass has infinite A."""
 
     @property
     def logs(self) -> Masses:
-        """Log A [n]."""
+        """Log A [n] at the grid points."""
         return np.float64(self.interval) * np.arange(self.first, self.first + len(self.under_q), dtype=np.float64)
 
     def cut(self) -> Ratio:
-        """Cut off tails of mass TAIL: the lower one under Q, the upper one under P."""
+        """Return it without tails of mass TAIL: the lower one under Q, the upper one under P."""
         start = int(np.searchsorted(np.cumsum(self.under_q), TAIL))
         stop = len(self.under_p) - int(np.searchsorted(np.cumsum(self.under_p[::-1]), TAIL))
         return Ratio(self.interval, self.first + start, self.under_q[start:stop], self.under_p[start:stop])
 
     def on(self, interval: float) -> Ratio:
-        """Move it to another grid; every mean stays."""
+        """Return it on another grid, with every mean unchanged."""
         if interval == self.interval:
             return self
         low, weights = _split(self.logs, interval)
@@ -73,7 +74,7 @@ class Ratio:
 
 
 def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple[int, Masses, Masses]]]:
-    """Return the grid points below values, and (shift, shares of mass under Q, under P) for both neighbours."""
+    """Return the grid points below the values, and (shift, shares of mass under Q and under P) for both neighbours."""
     low = np.floor(logs / interval).astype(np.int64)
     above = np.clip(logs - low * interval, 0.0, interval)
     upper = np.expm1(above) / math.expm1(interval)
@@ -86,7 +87,7 @@ def _split(logs: Masses, interval: float) -> tuple[NDArray[np.int64], list[tuple
 def losses(
     noise_multiplier: float, epoch_steps: int, steps: int, interval: float, fineness: float = FINENESS
 ) -> PrivacyLossDistribution:
-    """Bound the losses of the first `steps` steps of an epoch, on a grid."""
+    """Return a bound on the privacy losses of the first `steps` steps of an epoch, on a grid."""
     ratio = allocation(noise_multiplier, epoch_steps, steps, fineness).on(interval)
     q, p = ratio.under_q, ratio.under_p
     last, cut_off = ratio.first + len(q) - 1, 8 * epoch_steps * TAIL
@@ -99,7 +100,7 @@ def interval(counts: Sequence[tuple[tuple[float, int, int], int]], grid_points: 
     """Return a grid interval for the composition of (arguments of `allocation`, count)."""
     ratios = [(allocation(*arguments), count) for arguments, count in counts]
     finest, single = min(ratio.interval for ratio, _ in ratios), max(np.ptp(ratio.logs) for ratio, _ in ratios)
-    # The mean loss is at most log(1 + the variance of A), and the variance of the loss about as much.
+    # The mean loss is at most log(1 + the variance of A), and its variance is about the same.
     mean = sum(count * math.log1p(math.expm1(sigma**-2) * n / T**2) for (sigma, T, n), count in counts)
     return max(finest, (single + 2 * mean + 20 * math.sqrt(mean)) / grid_points)
 
@@ -139,12 +140,12 @@ def _gaussian(sigma: float, interval: float) -> Ratio:
 
 
 def _cells(edges: Masses) -> Masses:
-    """Return the masses of a standard normal between `edges`, each from the nearer tail."""
+    """Return the masses of a standard normal between `edges`, each computed from the nearer tail."""
     return np.where(edges[1:] > 0, -np.diff(special.ndtr(-edges)), np.diff(special.ndtr(edges)))
 
 
 def _mixed(a: Ratio, m: int, b: Ratio, k: int, interval: float) -> Ratio:
-    """Return (m A + k B) / (m + k) of independent A and B; `interval` divides theirs."""
+    """Return (m A + k B) / (m + k) of independent A and B; their intervals are multiples of `interval`."""
     common = min(a.interval, b.interval)
     a, b = a.on(common), b.on(common)
     stride = round(common / interval)
@@ -169,7 +170,7 @@ def _add(
     stride: int,
     interval: float,
 ) -> None:
-    """Add the pairs in which A is at least `least` grid points above B."""
+    """Add to the result the pairs in which A is at least `least` grid points above B."""
     least = max(least, a.first - b.first - len(b.under_q) + 1)
     most = a.first + len(a.under_q) - 1 - b.first
     if most < least:

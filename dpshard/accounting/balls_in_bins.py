@@ -1,8 +1,9 @@
 """How the steps of a run with random allocation compose: an epoch is one release.
 
 The first n sums of an epoch are a release of `allocated_steps` = n. Let k be the largest number of copies of a step in
-an epoch. Scaling a coordinate down and adding noise turns sqrt(k) into less ([Note: Copies of a step share their batch]
-in spans.py). So the epoch costs at most one with noise multiplier sigma / sqrt(k).
+an epoch. k copies move a coordinate by sqrt(k) ([Note: Copies of a step share their batch] in spans.py). Scaled down,
+with noise added, it stands for a step with fewer copies. So the epoch costs at most as much as one with noise
+multiplier sigma / sqrt(k).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from dpshard.accounting.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class BallsInBins:
-    """A release for every epoch; a SamplingScheme."""
+    """A SamplingScheme with a release per epoch."""
 
     release: Release
     steps: int

@@ -1,4 +1,4 @@
-"""Limits of each accountant, and cached epsilons."""
+"""What each accountant can analyse, and epsilon, with a cache."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dpshard.errors import AccountingError, ConfigurationError
 
 
 def require_accountant(name: str) -> None:
-    """Raise ConfigurationError unless dpshard has the accountant; warn once about "gdp"."""
+    """Raise ConfigurationError unless `name` is an accountant of dpshard; warn once about "gdp"."""
     require_choice("accountant", name, get_args(AccountantName))
     if name == "gdp":
         _warn_of_gdp()
@@ -105,7 +105,7 @@ class Bound(NamedTuple):
 
     epsilon: float
     accountant: str
-    """The requested accountant, or "rdp" if tighter than "pld"."""
+    """The requested accountant, or "rdp" if it is tighter than "pld"."""
 
 
 def compute_epsilon(
@@ -120,8 +120,8 @@ def compute_bound(
 ) -> Bound:
     """Return epsilon at `target_delta` of the `releases` of a run; inf without noise.
 
-    "pld" takes the figure of "rdp" where it is smaller. With `search`, which needs "rdp", the figure is that of its
-    outcome. Warns of a delta that is too large.
+    "pld" returns the epsilon of "rdp" where that is smaller. With `search`, which needs "rdp", epsilon is that of the
+    published run. Warns if delta is too large.
     """
     require_accountant(accountant)
     require_delta(target_delta, max((release.sample_size for release, _ in releases), default=1))
@@ -160,7 +160,7 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
 
 
 def _mathematics() -> ModuleType:
-    # Late: dp-accounting and scipy import slowly.
+    # Imported late, because dp-accounting and scipy import slowly.
     from dpshard.accounting import composition
 
     return composition

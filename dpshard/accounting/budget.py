@@ -27,7 +27,7 @@ class Budget:
         self.ledger = PrivacyLedger(mechanism.accountant, run, mechanism.earlier, scheme=self._scheme)
         self._history = History()
         self.allow_overspend = allow_overspend
-        """Warn about a step over the budget instead of raising."""
+        """If True, a step over the budget warns instead of raising."""
         self._warned = False
         self._warned_of_repeats = False
         self._plan = mechanism.releases()
@@ -42,7 +42,7 @@ class Budget:
     def spend(self, identity: bytes, *, unverified_sampling: bool) -> bool:
         """Count the next step's release, unless it was counted before; return whether it was new.
 
-        Over budget, raises BudgetExceededError, or warns.
+        If the step exceeds the budget, raises BudgetExceededError, or warns.
         """
         step = self.ledger.steps
         if self._history.contains(step, identity):
@@ -99,7 +99,7 @@ class Budget:
     def count_released(self, releases: int | Iterable[tuple[int, bytes]]) -> int:
         """Count the releases after the loaded state; return the number of new ones.
 
-        `releases`: the number of released steps, or step and identity of each release that may be missing.
+        `releases`: the number of released steps, or (step, identity) of each release that the state may lack.
         """
         before, unverified = self.ledger.releases, self.ledger.has_unverified_sampling
         steps = range(self._history.end, releases) if isinstance(releases, int) else ()
@@ -137,9 +137,9 @@ class Budget:
 
 
 def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanism:
-    """Return `mechanism` with this noise, or with the least noise for its target_epsilon.
+    """Return `mechanism` with this noise multiplier, or with the smallest one for its target_epsilon.
 
-    Raises ConfigurationError unless exactly one is given and valid.
+    Raises ConfigurationError unless exactly one of the two is given, and valid.
     """
     target_epsilon, target_delta = mechanism.target_epsilon, mechanism.target_delta
     if (noise_multiplier is None) == (target_epsilon is None):

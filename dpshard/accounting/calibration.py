@@ -18,11 +18,11 @@ from dpshard.errors import AccountingError
 M = TypeVar("M", bound=SampledMechanism)
 
 DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
-"""Quicker, looser accountants for a first phase."""
+"""Quicker, looser accountants for the first phase of a calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
-"""Range of calibration."""
+"""Range of noise multipliers that calibration searches."""
 SIGMA_TOLERANCE = 1e-5
-"""Relative tolerance of a noise multiplier, which is never too small."""
+"""Relative tolerance of a noise multiplier; the result may be too large, never too small."""
 MAX_STEPS = 2**24
 
 
@@ -70,7 +70,7 @@ def calibrate(
 
 
 def calibrate_release(samples: int, *, target_epsilon: float, target_delta: float) -> Release:
-    """Return one Gaussian release about so many samples, with the least noise within the budget."""
+    """Return one Gaussian release of all `samples`, with the least noise within the budget."""
     alone = SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples)
     return calibrate(alone, target_epsilon=target_epsilon, target_delta=target_delta).release(0)
 
@@ -81,13 +81,13 @@ def _smallest_sigma(epsilon_at: Callable[[float], float], target_epsilon: float,
 
     @cache
     def overspend(log_sigma: float) -> float:
-        # Clamped, because root finders reject infinities.
+        # Clamped, because the root finder rejects infinities.
         return math.log(min(max(epsilon_at(math.exp(log_sigma)) / target_epsilon, 1e-3), 1e3))
 
     least, most = math.log(MIN_SIGMA), math.log(MAX_SIGMA)
     lo = hi = min(max(math.log(guess), least), most)
     stride = 10 * SIGMA_TOLERANCE
-    # Epsilon falls at least like 1 / sigma, so a stride of the overspend should cross the root.
+    # Epsilon falls at least as fast as 1 / sigma, so a step by the factor of the overspend should cross the root.
     while overspend(hi) > 0:
         if hi >= most:
             raise AccountingError(
@@ -117,8 +117,8 @@ def steps_for_epsilon(
 ) -> int:
     """Return the largest number of steps of `release` within the budget; 0 if one step exceeds it.
 
-    With `search`, which needs "rdp", these are steps of each run. Raises AccountingError for more than MAX_STEPS, and
-    for "gdp".
+    With `search`, which needs "rdp", this is the number of steps of each run. Raises AccountingError for more than
+    MAX_STEPS, and for "gdp".
     """
     require_accountant(accountant)
     _require_upper_bound(accountant)

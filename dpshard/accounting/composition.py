@@ -7,15 +7,15 @@
 Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step
 without a sample releases Q. One that draws it with probability q releases M = (1 - q) Q + q P. Mixing over the draw of
 the others increases no Renyi divergence. At whole orders a, both divergences are at most those of the sampled Gaussian.
-Nothing is claimed of other orders, nor of privacy loss distributions.
+This does not cover other orders, or privacy loss distributions.
 - E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l]. The last factor is exp(l (l - 1) |v|^2 /
   (2 s^2)), because l v is in Z^d (Canonne et al., arXiv:2004.00010). So it grows with |v|, as for Gaussian noise.
 - D_a(Q || M) <= D_a(M || Q), as for densities (Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5). The map y ->
   v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs. Let u = 1 - q + q r and w = 1 - q + q / r. The
   claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 - b) /
   2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w. The
-  first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It does not fall with t, and t is larger
-  for the lower interval.
+  first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It is non-decreasing in t, and t is
+  larger for the lower interval.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ from dpshard.config import require_probability
 from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
-"""Above so many sampling probabilities, neighbours are merged."""
+"""Largest number of distinct sampling probabilities; with more, neighbours are merged."""
 MERGE_RATIO = 1.05
-"""Ratio of the grid of merged probabilities."""
+"""Ratio of neighbouring points of the grid of merged probabilities."""
 GRID_POINTS = 2_000_000
-"""Rough length of the longest grid: seconds, and some 100 MB."""
+"""Approximate length of the longest grid, which takes seconds and some 100 MB."""
 LARGEST_LOSS = 2000.0
 """Epsilon by "pld", or mu by "gdp", above which epsilon is infinite."""
 GAUSSIAN_ERROR = 2.0**-51
@@ -153,7 +153,7 @@ def searched(counts: Counts, delta: float, search: Search) -> float:
 
 
 def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return Renyi divergences of the outcome at rising `orders` above 1; arXiv:2110.03620, Theorems 2 and 6."""
+    """Return Renyi divergences of the outcome at increasing `orders` > 1; arXiv:2110.03620, Theorems 2 and 6."""
     at, mean = np.asarray(orders), float(search.mean_runs)
     choice = math.log(mean) / (at - 1)
     if search.distribution == "poisson":
@@ -164,7 +164,7 @@ def _outcome(search: Search, orders: Sequence[float], run: NDArray[np.float64]) 
         )
     shape, stop = (1, 1 / mean) if search.distribution == "geometric" else (0, logarithmic_stop(mean))
     curve = run + choice + (1 + shape) * np.min((1 - 1 / at) * run - math.log(stop) / at)
-    return np.minimum.accumulate(curve[::-1])[::-1]  # divergences rise with the order
+    return np.minimum.accumulate(curve[::-1])[::-1]  # divergences are non-decreasing in the order
 
 
 def logarithmic_stop(mean: float) -> float:
@@ -187,7 +187,7 @@ def _rdp_curve(release: Release, orders: tuple[float, ...]) -> Any:
 
 @contextmanager
 def _quiet_about_orders() -> Iterator[None]:
-    # dp-accounting warns about every order that it omits, which is sound.
+    # dp-accounting warns about every order that it omits. To omit orders is sound.
     logger, drop = logging.getLogger("absl"), _DropWarnings()
     logger.addFilter(drop)
     try:
@@ -215,7 +215,7 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
         return math.inf
     relation = relation_of(release for release, _ in counts)
     both = [_directions(release, relation, interval * coarseness) for release, _ in counts]
-    # A step with equal directions has one.
+    # A step with equal losses in both directions has one loss distribution.
     return max(
         fourier.epsilon(
             [(losses[min(way, len(losses) - 1)], n) for losses, (_, n) in zip(both, counts, strict=True)],
@@ -226,7 +226,7 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
 
 
 def _exact_epsilon(counts: Counts, delta: float) -> float | None:
-    """Return epsilon of a single release of all samples, a Gaussian mechanism; else None."""
+    """Return epsilon if `counts` are a single Gaussian release of all samples; else None."""
     (release, count), *others = counts
     if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
         return None
@@ -239,10 +239,10 @@ def _exact_epsilon(counts: Counts, delta: float) -> float | None:
 
 
 def _merged(counts: Counts) -> Counts:
-    """Round probabilities up to a grid if more than MAX_DISTINCT are plain.
+    """Round sampling probabilities up to a grid if more than MAX_DISTINCT of them belong to releases without a cap.
 
     Sampling at q is sampling at q' > q with part of the batch dropped. So no hockey-stick divergence is larger, by
-    joint convexity. A cap breaks the argument.
+    joint convexity. This argument does not hold with a cap.
     """
     mergeable = {release for release, _ in counts if release.max_batch_size is None and not release.allocated_steps}
     if len(mergeable) <= MAX_DISTINCT:

@@ -2,9 +2,9 @@
 
 [Note: Tilted composition]
 A step has losses x = h j on a grid with masses p_j, and an infinite loss with mass m. Let p* be the convolution of all
-p. Delta is at most the sum of all m, plus the sum over x > epsilon of (1 - exp(epsilon - x)) p*_x. A transform errs by
-a share of the *largest* masses. So tilt first: let q_j = p_j exp(t j - c), where q sums to about 1. Then exactly, for
-every t,
+p. Delta is at most the sum of all m, plus the sum over x > epsilon of (1 - exp(epsilon - x)) p*_x. The error of a
+transform is relative to the *largest* masses. So tilt first: let q_j = p_j exp(t j - c), where q sums to about 1. Then
+exactly, for every t,
 
     p*_J = q*_J exp(C - t J),    C the sum of all c.
 
@@ -21,8 +21,8 @@ Any t >= 0 gives a bound. Choose t so that q* is largest near epsilon. Let L = 2
 - Rounding of a step's masses. Let H be a step's exact delta as a function of epsilon, and H' that of the masses p. We
   assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: tests compare with 50 digits. Add
   the masses r p, moved up by g + 1 points, with r (1 - exp(-g h)) = SINGLE_ERROR. Add SINGLE_ABSOLUTE of infinite loss.
-  This measure's H is no smaller, also between grid points. So it dominates the step, and domination survives
-  composition.
+  The H of this measure is at least the exact H, also between grid points. So it dominates the step, and domination
+  survives composition.
 """
 
 from __future__ import annotations
@@ -43,15 +43,15 @@ from dpshard.errors import AccountingError
 Floats = NDArray[np.float64]
 
 SINGLE_ERROR = 2.0**-43
-"""Bound on the rounding of a step's delta over its mass of losses above."""
+"""Bound on the rounding of a step's delta, relative to its mass of losses above epsilon."""
 SINGLE_ABSOLUTE = 1e-22
-"""Bound on the rest of that rounding."""
+"""Bound on the absolute part of that rounding."""
 ROOT_ERROR = 1e-11
 """Bound on the error of a root, and of grid points below 10,000."""
 LONGEST = 2**22
-"""Longest transform: some 100 MB, and a second."""
+"""Length of the longest transform, which takes some 100 MB and a second."""
 SLACK = 1e-6
-"""Share of delta that the window may cost."""
+"""Largest share of delta that the window may add."""
 _UNIT = 2.0**-53
 _LARGEST_EXPONENT = 300.0
 _TILTS = np.geomspace(1e-3, 1e8, 300)
@@ -69,7 +69,7 @@ class Losses:
 
     @cached_property
     def sketch(self) -> tuple[Floats, Floats]:
-        """Return a few losses and masses of about the same moments."""
+        """Return a few losses and masses with about the same moments."""
         places = np.arange(self.first, self.first + len(self.masses))
         group = np.round(64 * np.arcsinh(places / 64)).astype(np.int64)
         starts = np.flatnonzero(np.diff(group, prepend=group[0] - 1))
@@ -116,7 +116,7 @@ def directions(step: PrivacyLossDistribution, error: float = SINGLE_ERROR) -> tu
 
 
 def epsilon(steps: Steps, delta: float) -> float:
-    """Bound epsilon at `delta`; inf if `delta` is below the mass of infinite losses."""
+    """Return a bound on epsilon at `delta`; inf if `delta` is below the mass of infinite losses."""
     lost = sum(count * (losses.infinite + SINGLE_ABSOLUTE) for losses, count in steps)
     if lost >= delta:
         return math.inf
@@ -157,7 +157,7 @@ class _Composed:
         return np.sqrt(np.cumsum(np.square(self.factors)[::-1])[::-1])
 
     def delta(self, epsilon: float) -> float:
-        """Bound delta at `epsilon`, without infinite losses."""
+        """Return a bound on delta at `epsilon`, without infinite losses."""
         start = int(np.searchsorted(self.losses, epsilon, side="right"))
         if start == len(self.losses):
             return self.above
@@ -190,7 +190,7 @@ def _compose(steps: Steps, tilt: float, first: int, length: int, order: float) -
 
 
 def _gap(losses: Losses, order: float) -> int:
-    """Return g: far enough for few masses, too near for a tilt to raise them much."""
+    """Return g. A large g adds little mass, and a small g keeps a tilt from raising it much."""
     return max(1, round(min(1.0, 1 / order) / losses.interval))
 
 
@@ -221,7 +221,7 @@ class _Spectrum:
         return cast(Any, fft.irfft(self._product, self._length))
 
     def error(self) -> float:
-        """Bound the 2-norm of the errors of `masses()`; 1.01 covers the rounding of the bound."""
+        """Return a bound on the 2-norm of the errors of `masses()`; its factor 1.01 covers its own rounding."""
         lacking = self._sizes * (self._shares + math.expm1(math.sqrt(5) * _UNIT * self._steps))
         return 1.01 * (self._norm(lacking) + self._accuracy * self._norm(self._sizes + lacking))
 
@@ -244,7 +244,7 @@ def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
         ends = (_log_moments(steps, orders) - tilt * guess / 2 - budget) / (orders - tilt)
         best = int(np.argmin(ends))
         high = float(ends[best])
-        # Masses from below wrap to the top, where the tilt makes them small.
+        # Masses below the window wrap to its top, where the tilt makes them small.
         low = least if least > 0 else max(least, min(0.0, high + budget / tilt))
         length = 2 ** max(4, math.ceil(math.log2(max(high - low, interval) / interval + 2)))
         if length <= LONGEST or tilt < _TILTS[0]:
@@ -253,9 +253,9 @@ def _window(steps: Steps, delta: float) -> tuple[float, int, int, float]:
 
 
 def _renyi(steps: Steps, delta: float) -> tuple[float, float]:
-    """Return the best tilt for Renyi divergences, and about its epsilon."""
+    """Return the best tilt for Renyi divergences, and roughly its epsilon."""
     # arXiv:2004.00010, Prop. 12, at order 1 + tilt.
-    tilts = _TILTS[steps[0][0].interval * _TILTS <= 1]  # a grid is coarse for larger ones
+    tilts = _TILTS[steps[0][0].interval * _TILTS <= 1]  # the grid is too coarse for larger tilts
     log_terms = -math.log(delta) - np.log1p(tilts) - tilts * np.log1p(1 / tilts)
     epsilons = (_log_moments(steps, tilts) + log_terms) / tilts
     best = int(np.nanargmin(epsilons))

@@ -1,7 +1,7 @@
 """The sums released at each step, so that a repeated step is counted correctly.
 
 [Note: What a step that is taken again costs]
-A keyed digest of step and sums is the identity of a release. To repeat it costs nothing ([Note: Equal sums, equal
+A keyed digest of step and sums is the identity of a release. A repeated release costs nothing ([Note: Equal sums, equal
 noise] in noise/digest.py). A step with another or forgotten identity is charged ([Note: Copies of a step share their
 batch] in spans.py).
 """
@@ -15,14 +15,14 @@ from typing import Any
 from dpshard.errors import CheckpointError
 
 MEMORY = 2**16
-"""Remembered steps, about 20 MiB."""
+"""Number of remembered steps; they take about 20 MiB."""
 
 NAME, OWN = 6, 10
-"""Bytes that name the release before, and a release, which begins with its name."""
+"""Bytes of an identity: first the previous release's name, then its own part, which begins with its name."""
 
 
 def succeeds(identity: bytes, previous: bytes) -> bool:
-    """Return True if `identity` is of the release directly after `previous`."""
+    """Return True if the release `identity` directly follows the release `previous`."""
     return identity[:NAME] == previous[NAME : 2 * NAME] != b""
 
 
@@ -42,14 +42,14 @@ class History:
         self._visited = {b"": b""}  # former places with their bases
 
     def of_other_run(self) -> History:
-        """Return an empty history that continues this process."""
+        """Return an empty history for another run of this process."""
         history = History()
         if self._own_place:
             history._own_place, history._visited, history._own_tip = self._own_place, {}, self._own_tip
         return history
 
     def contains(self, step: int, identity: bytes) -> bool:
-        """Return True if this release was made before, and is counted."""
+        """Return True if this release is known and counted."""
         return identity in self._loaded.get(step, ()) or self.is_own(step, identity)
 
     def was_released(self, step: int) -> bool:
@@ -61,7 +61,7 @@ class History:
         return identity in self._own.get(step, ())
 
     def follows(self, identity: bytes, *, of_own: bool = False) -> bool:
-        """Return True if this release follows the last counted one, or that of this process."""
+        """Return True if this release follows the last counted one; with `of_own`, the last one of this process."""
         own = not self._own_place or succeeds(identity, self._own_tip)
         return own and (of_own or succeeds(identity, self._tip))
 
@@ -87,8 +87,10 @@ class History:
     def load_state_dict(self, state: Mapping[str, Any], step: int) -> bool:
         """Go to the place of a state before `step`; return True if all its releases are counted already.
 
-        They are if this process was at this place, and since loaded no state without some of them. Otherwise they
-        replace those of the last loaded state. Raises CheckpointError, without any change, for a damaged state.
+        They are counted if this process was at this place, and has loaded no state without some of them since.
+        Otherwise, they replace the releases of the last loaded state.
+
+        Raises CheckpointError, without any change, for a damaged state.
         """
         try:
             place, tip = bytes.fromhex(state["place"]), bytes.fromhex(state.get("tip", ""))

@@ -28,9 +28,9 @@ class PrivacyLedger:
         *,
         scheme: SamplingScheme | None = None,
     ):
-        """Count the releases of `run`, whose steps compose by `scheme`; None: each is a release.
+        """Count the releases of `run`. `scheme` composes its steps; if None, each step is a release.
 
-        `earlier` releases were made before any step.
+        `earlier` releases were made before the first step.
         """
         require_accountant(accountant)
         for release, _ in earlier:
@@ -46,8 +46,8 @@ class PrivacyLedger:
         self._earlier: Counter[Release] = Counter()  # before any step
         for release, count in earlier:
             self._earlier[release] += count
-        self._cost = Counter(self._earlier)  # with that of all spans
-        # By budget (epsilon, delta): a multiset that fits it.
+        self._cost = Counter(self._earlier)  # plus the cost of all spans
+        # For a budget (epsilon, delta), a multiset of releases that fits it.
         self._fitting: dict[tuple[float, float], Counter[Release]] = {}
 
     @property
@@ -57,7 +57,7 @@ class PrivacyLedger:
 
     @property
     def has_unverified_sampling(self) -> bool:
-        """True if the script drew the batch of any release."""
+        """True if the user's script drew the batch of any release."""
         return any(span.unverified_sampling for span in self._spans)
 
     @property
@@ -66,20 +66,20 @@ class PrivacyLedger:
         return relation_of(self._cost)
 
     def record(self, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
-        """Count the release of the next step; only the code that makes it calls this.
+        """Count the release of the next step. Only the code that makes the release calls this.
 
-        `unverified_sampling`: the script drew the batch. `follows`: the release continues the path of the last counted
+        `unverified_sampling`: the user's script drew the batch. `follows`: the release continues from the last counted
         one. Raises AccountingError if it cannot be analysed.
         """
         self.charge(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
         self.steps += 1
 
     def take_uncharged(self) -> None:
-        """Take the next step, whose release was counted already."""
+        """Advance by one step, whose release was counted already."""
         self.steps += 1
 
     def keep(self, step: int, release: Release, *, unverified_sampling: bool, follows: bool = True) -> None:
-        """Keep a release of the loaded state, made here again: later loads count it."""
+        """Keep a release of the loaded state that this process has repeated, so that later loads count it."""
         append(self._own, self.run, step, release, unverified_sampling=unverified_sampling, follows=follows)
 
     def charge(self, step: int, release: Release, *, unverified_sampling: bool = False, follows: bool = True) -> None:
@@ -148,13 +148,13 @@ class PrivacyLedger:
     def _allows_spans(
         self, spans: list[Span], target_epsilon: float, target_delta: float, scheme: SamplingScheme
     ) -> bool:
-        """Try `spans` with the rest of the plan, which is cached, before `spans`."""
+        """Test `spans` together with the rest of the plan first, because that result is cached; then test `spans`."""
         finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, scheme.steps))]
         costs = (tuple((self._earlier + cost_of(each, scheme)).items()) for each in (finished, spans))
         return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
-        """Return the guarantee in one sentence, epsilon rounded up; before any release, `plan` gives the relation.
+        """Return the guarantee in one sentence, with epsilon rounded up. Before any release, `plan` gives the relation.
 
         `generator` names the source of the noise.
         """
@@ -192,7 +192,7 @@ class PrivacyLedger:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON, without the accountant."""
+        """Return the state as plain JSON, without the accountant."""
         return {"run": self.run, "steps": self.steps, "spans": [span.state_dict() for span in self._spans]}
 
     def load_state_dict(self, state: Mapping[str, Any], *, visited: bool = False) -> None:

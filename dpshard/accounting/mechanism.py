@@ -36,18 +36,18 @@ class SampledMechanism:
     noise_multiplier: float = math.nan
     """Standard deviation of the noise over the L2 sensitivity; unitless, >= 0. NaN before calibration.
 
-    Of correlated noise, that of z over `max_grad_norm` times `sensitivity`.
+    For correlated noise, the standard deviation of z over `max_grad_norm` times `sensitivity`.
     """
     schedule: BatchSchedule
-    """Logical batch sizes: expected, or in a fixed order exact."""
+    """Logical batch sizes: expected ones, or exact ones in a fixed order."""
     sample_size: int
     """Number of samples of the data set; public."""
     max_batch_size: int | None = None
     """Cap of a Poisson batch, or None."""
     quantile_counts: int = 0
-    """Groups that release a count of unclipped samples at every step."""
+    """Number of groups that release a count of unclipped samples at every step."""
     discretized_elements: int | None = None
-    """Elements rounded to the grid of discrete Gaussian noise, or None."""
+    """Number of elements that are rounded to the grid of discrete Gaussian noise, or None."""
     earlier: Counts = ()
     """Releases about the same samples before the run, which epsilon covers."""
     sampling: SamplingName = "poisson"
@@ -75,7 +75,7 @@ class SampledMechanism:
 
     @property
     def workload(self) -> Workload:
-        """Sums of releases in which noise is measured."""
+        """The sums of releases whose noise `error` measures."""
         return (self.noise_correlation and self.noise_correlation.workload) or PREFIX_SUMS
 
     @property
@@ -103,13 +103,13 @@ class SampledMechanism:
 
     @property
     def sensitivity(self) -> float:
-        """Largest change by one sample of contributions of norm 1: of a sum, or of C S."""
+        """Largest change by one sample, with contributions of norm 1, of a sum, or of C S with correlated noise."""
         scheme = self.scheme
         return 1.0 if scheme is None else scheme.sensitivity
 
     @property
     def error(self) -> float:
-        """Root mean square noise in the sums of the workload, over max_grad_norm."""
+        """Root mean square of the noise in the sums of the workload, divided by max_grad_norm."""
         return self.noise_multiplier * self.sensitivity * self.workload.error(self.correlation.noising(self._steps))
 
     @property
@@ -154,7 +154,7 @@ class MechanismOfUnits(SampledMechanism):
     """A mechanism of single samples, where a unit of privacy has several."""
 
     max_rows_per_unit: int
-    """Samples of one unit, at most."""
+    """Largest number of samples of one unit."""
 
     def __post_init__(self) -> None:
         SampledMechanism.__post_init__(self)
@@ -173,7 +173,7 @@ class Mechanism(SampledMechanism):
     """All that determines the privacy guarantee and its report."""
 
     max_grad_norm: float
-    """L2 sensitivity of the clipped sum, sqrt(sum of R_m squared) over the groups. Adaptive thresholds begin with it.
+    """L2 sensitivity of the clipped sum, sqrt(sum of R_m squared) over the groups. Adaptive thresholds start from it.
     """
     clipping_fn: str
     """`repr` of the clipping function."""
@@ -186,7 +186,7 @@ class Mechanism(SampledMechanism):
     rows_per_unit: int = 1
     """Rows of a sample, the unit of privacy."""
     secure: bool
-    """True for secure noise; a replay must use the same."""
+    """True for secure noise; a resumed run must use the same kind."""
     accountant: AccountantName
     """Accountant of epsilon."""
     target_delta: float

@@ -1,4 +1,4 @@
-"""Privacy losses of steps that draw single samples, if a unit of privacy has several samples.
+"""Privacy losses of steps that draw samples one by one, where a unit of privacy has several samples.
 
 [Note: Units of several samples]
 A step draws every sample with probability q, independently; a unit has at most G samples. In units of R, Q = N(0,
@@ -27,11 +27,11 @@ from dpshard.accounting.releases import Counts, Release
 
 PRECISION = 1e-6
 RARE = 1e-30
-"""Probability below which a number of drawn samples counts as all G."""
+"""Probability below which a number of drawn samples is treated as all G."""
 
 
 def mixture(release: Release) -> tuple[list[float], list[float]]:
-    """Return the numbers of samples that a step draws of a unit, and their probabilities."""
+    """Return the possible numbers of drawn samples of a unit, and their probabilities."""
     G, q = release.max_rows_per_unit, release.sampling_probability
     most = min(G, int(stats.binom.isf(RARE, G, q)))
     drawn = list(range(most + 1))
@@ -51,18 +51,18 @@ def losses(release: Release, interval: float) -> PrivacyLossDistribution:
 
 
 def error(release: Release, interval: float) -> float:
-    """Bound what delta of a step lacks over the mass of losses above."""
+    """Return a bound on what a step's delta lacks, relative to the mass of losses above."""
     G, q, sigma = release.max_rows_per_unit, release.sampling_probability, release.noise_multiplier
     edge = PRECISION**2 / 2 * (G / sigma**2) * (G + 12 * sigma) / sigma**2
     if q == 1:
         return edge
     undrawn = -G * math.log1p(-q)
-    near = 1.01 * (1e-8 + 1e-5 * undrawn)  # as np.isclose
+    near = 1.01 * (1e-8 + 1e-5 * undrawn)  # tolerances of np.isclose
     return edge + (near if abs(undrawn - interval * round(undrawn / interval)) <= near else 0.0)
 
 
 def interval(counts: Counts, delta: float) -> float:
-    """Return the grid interval: a fifth of the standard deviation of a step's loss, in limits.
+    """Return the grid interval: a fifth of the standard deviation of a step's loss, within limits.
 
     Any grid gives an upper bound.
     """

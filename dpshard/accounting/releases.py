@@ -7,8 +7,8 @@ contributes zero release the same, so dp-accounting's add-or-remove-one covers t
 its slot to another one. That moves the sum by 2 R; replace-special covers it.
 
 [Note: The price of a grid]
-The grid of discrete Gaussian noise, of standard deviation s = 2^24 steps, has steps of sigma R / s. With rounding, sums
-at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart ([Note: Noise on a grid] in noise/keyed.py). The
+Discrete Gaussian noise has a standard deviation of s = 2^24 grid steps. So a grid step is sigma R / s. With rounding,
+sums at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart ([Note: Noise on a grid] in noise/keyed.py). The
 accounted noise multiplier is s over that distance: sigma / (1 + ROUNDING sqrt(d) sigma / s).
 """
 
@@ -30,31 +30,31 @@ Relation = Literal["add-or-remove-one", "replace-special"]
 """See [Note: Releases and relations]."""
 
 SIMULATION_FAILURE = 1e-12
-"""Probability that a simulation fails, a part of delta."""
+"""Probability that a simulation fails, which counts towards delta."""
 ROUNDING = 1 + 2.0**-5
 """See [Note: Noise on a grid] in noise/keyed.py."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """A noisy sum over a Poisson batch, or those of an epoch of random allocation."""
+    """A noisy sum over a Poisson batch, or the noisy sums of an epoch of random allocation."""
 
     noise_multiplier: float
     """Standard deviation of the noise over the L2 sensitivity; 0 means no privacy at all."""
     sampling_probability: float
-    """Probability of each sample to be in the batch, in (0, 1]."""
+    """Probability that a sample is in the batch, in (0, 1]."""
     sample_size: int
     """Number of samples of the data set."""
     max_batch_size: int | None = None
     """Cap of a Poisson batch, or None."""
     quantile_counts: int = 0
-    """Groups that release a count of unclipped samples. Sum and counts form one Gaussian mechanism of this noise
-    multiplier.
+    """Number of groups that release a count of unclipped samples. Sum and counts form one Gaussian mechanism of this
+    noise multiplier.
     """
     discretized_elements: int | None = None
-    """Elements rounded to the grid of discrete Gaussian noise, or None."""
+    """Number of elements that are rounded to the grid of discrete Gaussian noise, or None."""
     max_rows_per_unit: int = 1
-    """Samples of a unit of privacy, at most ([Note: Units of several samples] in mixtures.py)."""
+    """Largest number of samples of a unit of privacy ([Note: Units of several samples] in mixtures.py)."""
     allocated_steps: int | None = None
     """The sums are the first n steps of an epoch of T, with n / T = `sampling_probability` ([Note: The pair of random
     allocation] in allocation.py).
@@ -89,7 +89,7 @@ class Release:
 
     @property
     def accounted_noise_multiplier(self) -> float:
-        """Standard deviation of the noise over the change by one sample, with rounding."""
+        """Standard deviation of the noise over the largest change by one sample, rounding included."""
         if self.discretized_elements is None:
             return self.noise_multiplier
         moved = ROUNDING * math.sqrt(self.discretized_elements) / 2**LOG2_STD  # in standard deviations
@@ -99,7 +99,7 @@ class Release:
     def loss_deviation(self) -> float:
         """Standard deviation of the privacy loss, in leading order: q sqrt(e^(1/sigma^2) - 1).
 
-        Its root sum of squares over the steps is the mu of the central limit (arXiv:1911.11607).
+        The root of its sum of squares over the steps is the mu of the central limit (arXiv:1911.11607).
         """
         inverse_variance = self.noise_multiplier**-2 if self.noise_multiplier > 0.04 else math.inf
         return math.sqrt(self.sampled_variance * math.expm1(inverse_variance))
@@ -118,7 +118,7 @@ def _are_overlaps(overlaps: tuple[float, ...], steps: int | None) -> bool:
 
 
 def relation_of(releases: Iterable[Release]) -> Relation:
-    """Return the relation under which `releases` compose; one capped release decides it."""
+    """Return the relation under which `releases` compose: "replace-special" if one of them has a cap."""
     capped = any(release.max_batch_size is not None for release in releases)
     return "replace-special" if capped else "add-or-remove-one"
 
@@ -130,7 +130,7 @@ def in_figures(value: float) -> str:
 
 
 def rounded_up(value: float, digits: int = 4) -> str:
-    """Return `value` rounded up to `digits` decimals, or a small one to `digits` figures."""
+    """Return `value` rounded up to `digits` decimals, or to `digits` significant figures if it is small."""
     if not math.isfinite(value):
         return "infinity (not private)"
     if value <= 0:

@@ -1,6 +1,6 @@
-"""A guarantee in odds: bounds on an attacker who asks whether one record was trained on.
+"""A guarantee in terms of risk: bounds on an attacker who guesses whether one record was in the training data.
 
-The attacker knows all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
+The attacker has all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
 the outcome is in a set S. (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S))
 + delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383).
 
@@ -26,9 +26,9 @@ class Pair(NamedTuple):
 
 
 DELTAS = tuple(float(delta) for delta in np.geomspace(1e-4, 0.5, 10))
-"""Deltas at which `profile` asks for epsilon."""
+"""Deltas at which `profile` computes epsilon."""
 HALVINGS = 9
-"""Further deltas, which approach the one at which epsilon is 0."""
+"""Number of further deltas, by bisection towards the delta at which epsilon is 0."""
 
 
 def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
@@ -42,7 +42,7 @@ def profile(epsilon_at: Callable[[float], float]) -> list[Pair]:
 
 
 RARELY = 10.0
-"""Bound on the probability of a loss above `rarely_above`, in deltas."""
+"""Bound on the probability of a loss above `rarely_above`, as a multiple of delta."""
 
 
 def rarely_above(epsilon: float) -> float:

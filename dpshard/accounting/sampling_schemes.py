@@ -1,4 +1,4 @@
-"""How the steps of a run compose: into a release each, into turns of a group, or into one release.
+"""How the steps of a run compose: a release is one step, one turn of a group, or the run.
 
 [Note: Ways to sample]
 docs/accounting.md has the proofs.
@@ -11,9 +11,9 @@ docs/accounting.md has the proofs.
 
 A run may go back to an earlier state, and continue with other sums and independent noise. Let D_n be the sensitivity of
 the first n rows. The tree of steps is one Gaussian mechanism with the root of the sum of D_n squared over the leaves
-(docs/accounting.md). A `Span` begins where a release does not follow the last one. So every leaf has one that ends with
-it or later. In cyclic sampling, a window with rows of k spans costs as with sigma / sqrt(k). Window r lies in the steps
-[r b, (r + 2) b).
+(docs/accounting.md). A `Span` begins where a release does not follow the last one. So every leaf has a span that ends
+with it or later. In cyclic sampling, a window with rows of k spans costs as much as with noise multiplier sigma /
+sqrt(k). Window r lies in the steps [r b, (r + 2) b).
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from dpshard.accounting.spans import Span, by_run, total_cost
 from dpshard.noise.correlation import Correlation, Series, sensitivities
 
 MOST_BINS = 2**14
-"""Largest epoch of CorrelatedBins: with more steps, too few losses would be drawn."""
+"""Largest epoch of CorrelatedBins: with more steps, the simulation would draw too few losses."""
 
 
 class SamplingScheme(Protocol):
-    """A run whose steps compose to other releases than one a step."""
+    """The composition of the steps of a run into releases other than one per step."""
 
     open_ended: ClassVar[bool]
     """True if there may be more steps than planned."""
@@ -53,11 +53,11 @@ class SamplingScheme(Protocol):
 
     @property
     def sensitivity(self) -> float:
-        """Largest change of C S by contributions of norm 1, in the run or in one window."""
+        """Largest change of C S by a sample with contributions of norm 1, in the run or in one window."""
         ...
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """Return what these steps of one run cost together."""
+        """Return the releases that these steps of one run cost together."""
         ...
 
     def in_words(self, steps: int) -> str:
@@ -67,13 +67,13 @@ class SamplingScheme(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FixedOrder:
-    """One Gaussian release."""
+    """The whole run is one Gaussian release."""
 
     release: Release
     steps: int
     correlation: Correlation
     separation: int
-    """Least distance of two steps with the same sample."""
+    """Smallest distance between two steps with the same sample."""
     open_ended: ClassVar[bool] = False
 
     @property
@@ -135,7 +135,7 @@ class CyclicPoisson:
 
 @dataclass(frozen=True, slots=True)
 class CorrelatedBins:
-    """One release, whose losses are simulated."""
+    """The whole run is one release, whose privacy losses are simulated."""
 
     noise_multiplier: float
     sample_size: int
@@ -184,7 +184,7 @@ def _circle(correlation: Correlation, steps: int, epoch_steps: int) -> tuple[flo
     if not math.isfinite(by_distance[0]):
         sensitivities(correlation, steps, epoch_steps)  # raises
     overlaps = by_distance[: epoch_steps // 2 + 1] / by_distance[0]
-    # Further digits depend on the processor, and releases of a resumed run must be equal.
+    # Rounded, because further digits depend on the processor, and a resumed run must have equal releases.
     rounded = np.clip(np.round(overlaps, 6) + 1e-6, 0.0, 1.0)
     return math.sqrt(by_distance[0]), (1.0, *rounded[1:].tolist())
 
@@ -195,7 +195,7 @@ def _noise(correlation: Correlation) -> str:
 
 
 def cost_of(spans: Iterable[Span], scheme: SamplingScheme | None) -> Counter[Release]:
-    """Return what all `spans` cost, of runs of this scheme."""
+    """Return the releases that all `spans` cost, for runs of this scheme."""
     if scheme is None:
         return total_cost(spans)
     return sum(map(scheme.cost, by_run(spans)), Counter())

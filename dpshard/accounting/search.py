@@ -1,4 +1,4 @@
-"""Private choice among runs: a secret random number of runs, and only the best is published.
+"""Private choice among runs: their number is random and secret, and only the best run is published.
 
 Draw the settings of each run at random, too. Then the outcome costs a few times one run (Papernot & Steinke 2022,
 arXiv:2110.03620). If settings change the releases, a run is a mixture, and costs as much as its worst candidate.
@@ -19,7 +19,7 @@ RunsDistribution = Literal["poisson", "geometric", "logarithmic"]
 
 @dataclass(frozen=True, slots=True)
 class Search:
-    """The number of runs; the best one is published."""
+    """The distribution of the number of runs, and the releases of other settings."""
 
     mean_runs: float
     """Expected number of runs, above 1; for "poisson", at least 1."""

@@ -38,9 +38,9 @@ from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Release
 Numbers = NDArray[np.float64]
 
 SEED = 20
-"""Fixed, so that all agree on epsilon."""
+"""Fixed, so that every computation gives the same epsilon."""
 DRAWS, NORMALS = 2**18, 2**26
-"""Draws and their normals, at most."""
+"""Largest numbers of draws, and of normals for them."""
 AT_ONCE = 2**19
 """Normals in memory at once."""
 RANKS = (30, 100, 300, 1000, 3000, 10_000)
@@ -50,7 +50,7 @@ RATIO, SIGMAS = 1.001, 20_000
 ERROR = 1e-9
 """Bound on the rounding of a drawn loss."""
 REACH = 12.0
-"""Deviations beyond which a Gaussian loss counts as infinite."""
+"""Number of standard deviations beyond which a Gaussian loss counts as infinite."""
 
 
 class Tail(NamedTuple):
@@ -61,7 +61,7 @@ class Tail(NamedTuple):
     deviation: float
 
     def above(self, t: Numbers) -> Numbers:
-        """Bound the mass above each t [n]."""
+        """Return a bound on the mass above each t [n]."""
         reached = t[:, None] >= self.start
         return np.where(reached, special.ndtr((self.mean - t[:, None]) / self.deviation), 1.0).min(1)
 
@@ -80,7 +80,7 @@ def _on_grid(tail: Tail, interval: float) -> pld_pmf.DensePLDPmf:
 
 
 def extent(counts: Counts) -> float:
-    """Return a loss that a composition of such releases hardly exceeds."""
+    """Return a loss that a composition of these releases exceeds only with a tiny probability."""
     return sum(
         count * (release.noise_multiplier**-2 / 2 + REACH / release.noise_multiplier) for release, count in counts
     )

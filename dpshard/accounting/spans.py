@@ -6,8 +6,9 @@ each. So they cost one release with the same sampling and noise multiplier sigma
 times as many elements. Steps may lie between the copies, because interactive mechanisms compose concurrently (Vadhan
 and Zhang 2023, arXiv:2207.08335).
 
-A script that feeds its own batches may draw another batch. Then the k copies fall into groups with a batch each, the
-i-th largest of at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k copies.
+A script that feeds its own batches may draw another batch for a copy. Then the copies fall into groups with a batch
+each. The i-th largest group has at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k
+copies.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def append(
 
 
 def cost(copies: Iterable[Span]) -> Counter[Release]:
-    """Return what all `copies` of one step cost; raise AccountingError if they are different releases."""
+    """Return the releases that all `copies` of one step cost. Raises AccountingError if their releases differ."""
     copies = list(copies)
     if not copies:
         return Counter()
@@ -102,7 +103,7 @@ def by_run(spans: Iterable[Span]) -> Iterable[list[Span]]:
 
 
 def total_cost(spans: Iterable[Span]) -> Counter[Release]:
-    """Return what all `spans` cost."""
+    """Return the releases that all `spans` cost."""
     total: Counter[Release] = Counter()
     for of_run in by_run(spans):
         marks = sorted({step for span in of_run for step in (span.start, span.stop)})
@@ -117,7 +118,7 @@ def total_cost(spans: Iterable[Span]) -> Counter[Release]:
 
 
 def first_missing(spans: Iterable[Span], run: str, steps: int) -> int | None:
-    """Return the first of `steps` steps of `run` without a release, from 1, or None."""
+    """Return the first of the `steps` steps of `run` without a release, counted from 1; None if there is none."""
     reached = 0
     for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):
         if span.start <= reached:

@@ -21,7 +21,7 @@ from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
 _BEGIN = "_checkpoint_without_reentrant_generator"
 if hasattr(checkpoint, f"{_BEGIN}_impl"):  # torch 2.14
     _BEGIN += "_impl"
-"""The function of torch that begins a checkpoint, in which its first argument runs again."""
+"""Name of torch's function that begins activation checkpointing; backward repeats its first argument."""
 
 
 @dataclass(slots=True)
@@ -30,19 +30,19 @@ class _Switch:
 
 
 in_region = _Switch()
-"""Process-wide, on in the trace of a region: its modules run as they are, without guards of their own."""
+"""Process-wide; on while dynamo traces a region. Modules of the region then run without guards of their own."""
 
 
 @dataclass(slots=True)
 class Region:
-    """A running compiled region; a list, because dynamo takes dict keys as constants."""
+    """A running compiled region. `tensors` is a list, because dynamo takes dict keys as constants."""
 
     tensors: list[Tensor]
     facts: str
     """Key of its RegionFacts."""
     batch_size: int
     made: list[tuple[Tensor, ...]]
-    """Slots, by row."""
+    """Slots of each row of uses; see [Note: Rows of uses]."""
     refusal: Refusal
     rows_per_unit: int
     grid: TokenGrid | None
@@ -50,7 +50,7 @@ class Region:
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run `forward` through a new mode; dynamo sets no guards on one that it has seen made."""
+        """Run `forward` in a new mode. Dynamo sets no guards on a mode that the trace itself makes."""
         sources, calls, slots = facts_of(self.facts)
         mode = InterceptionMode(
             dict(zip(self.tensors, sources, strict=True)),
@@ -83,7 +83,7 @@ class ActiveForward:
     def through(
         self, mode: InterceptionMode, repeat: Callable[[], AbstractContextManager[Any]] | None = None
     ) -> Iterator[None]:
-        """Enter `mode` for a forward. Checkpoints in it repeat in `repeat`: a function is no call of a module."""
+        """Enter `mode` for a forward. Checkpointed functions, which no patched module calls, repeat in `repeat`."""
         before, begin = (self.running, self.mode), getattr(checkpoint, _BEGIN)
         self.running, self.mode = True, mode
         if repeat is not None:
@@ -110,7 +110,7 @@ class ActiveForward:
 
     @contextmanager
     def within(self, region: Region, mode: InterceptionMode) -> Iterator[None]:
-        """Leave `mode` for a compiled region."""
+        """Leave `mode` while a compiled region runs."""
         before, self.region = self.region, region
         try:
             with _left(mode):

@@ -16,9 +16,9 @@ _DEEPEST = 4
 
 
 class Attributes:
-    """Attributes, buffers and sub-modules of a module, by identity; of objects among them, too.
+    """Attributes, buffers and sub-modules of a module, and the contents of objects among them, by identity.
 
-    Omits what `forward` itself assigns: note it with `leave_out_changed`.
+    Call `leave_out_changed` after a forward to omit what the forward itself assigns.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -34,7 +34,7 @@ class Attributes:
             self._add(modules, modules, seen, _DEEPEST)
             self._add(buffers, buffers, seen, _DEEPEST)
             self._add(own, [name for name in own if is_own(name) or name in ("forward", "training")], seen, 0)
-        self._values = self._now()  # held, so that no other object gets the identity of one
+        self._values = self._now()  # held, so that no other object reuses one of these identities
         self._sizes = [*map(len, self._sized)]
 
     def _add(self, owner: dict[Any, Any], keys: Collection[Any], seen: set[int], depth: int) -> None:

@@ -38,7 +38,7 @@ class InterceptedCall:
     refusal: Refusal
     rows_per_unit: int = 1
     samples: Tensor | None = None
-    """Sample of every row [N] if rows are routed."""
+    """Index of the sample of every row, [N], if rows are routed."""
     exchange: Exchange | None = None
     plans: Plans | None = None
     batch_size: int = field(init=False)
@@ -83,7 +83,7 @@ class InterceptedCall:
         return self.slots.tap(use, output, keep)
 
     def tap_without_rows(self, output: Tensor) -> Tensor:
-        """Give sources empty records, which the norms of other ranks' rows need."""
+        """Give the sources empty records: this rank has no rows, but norms are exchanged with ranks that have some."""
         sources = tuple(self.sources[x] for x in self.tensors if x in self.sources)
         count = self._recorded
         return self.slots.tap(
@@ -135,7 +135,7 @@ class InterceptedCall:
         return [name for x in self.tensors if x in self.sources for name in self.sources[x].roots]
 
     def has_met_no_constants(self) -> bool:
-        """Return True if all sources derive from parameters only."""
+        """Return True if all sources derive from parameters only, without constants."""
         return all(self.sources[x].exact for x in self.tensors if x in self.sources)
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:

@@ -1,6 +1,6 @@
 """Calls of compiled modules, which take slots as inputs.
 
-A rehearsal in eager mode shows which slots.
+A rehearsal, which is a forward in eager mode, shows which slots they need.
 """
 
 from __future__ import annotations
@@ -53,19 +53,19 @@ class _Rehearsed:
     numbering: Numbering
     calls: Sequence[tuple[CallKey, CallLayout]]
     slots: str
-    """Both with numbered sources; see RegionFacts."""
+    """Text of `slot_facts`; like `calls`, with numbered sources. See RegionFacts."""
     outside: Asked
-    """With named sources."""
+    """The slots that the rehearsal asked for, with named sources."""
     places: list[list[int]]
     """See [Note: Rows of uses]."""
     rows: list[Row]
     refusal: Refusal
     copies: bool
-    """True if templates hold values."""
+    """True if a template holds per-sample copies of its source."""
     trained: list[str]
-    """Labels of the sources that the region is given; freezing removes one."""
+    """Labels of the sources among the region's tensors; freezing a parameter removes its label."""
     attributes: Attributes
-    """Which it has read."""
+    """Attributes that the region may read."""
     known: _Known | None = None
 
     def known_again(self, mode: InterceptionMode, leaves: list[Any]) -> _Known | None:
@@ -84,7 +84,7 @@ class CompiledRegions:
     def call(self, module: nn.Module, original: Any, args: Any, kwargs: Any) -> Any:
         """Call a compiled module with its slots."""
         if self._parameters.unshards(module):
-            with Passthrough.set(True):  # the framework's hooks run before slots are made
+            with Passthrough.set(True):  # hooks that gather parameters must run before slots are made
                 return original(*args, **kwargs)
         with self.slots_for(module, original, args, kwargs):
             return original(*args, **kwargs)
@@ -103,7 +103,7 @@ class CompiledRegions:
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         autocast = any(torch.is_autocast_enabled(device) for device in devices)
         key = (module, tree, inputs, mode.grid, mode.slots.batch_size, autocast)
-        outer = self._active.mode  # of the whole model; the innermost one may be of a region around
+        outer = self._active.mode  # of the whole model; the innermost mode may be that of an enclosing region
         assert outer is not None
         assert outer.rehearsals is not None
         region = outer.rehearsals.get(key)
@@ -145,7 +145,7 @@ class CompiledRegions:
         rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         attributes = Attributes(module)
-        # With gradients, because forward may turn them off for a part. No backward follows, so nothing is saved.
+        # With gradients, because forward may turn them off for a part. Nothing is saved, because no backward follows.
         unsaved = torch.autograd.graph.saved_tensors_hooks(_nothing, _nothing)
         with self._isolate(module), torch.enable_grad(), unsaved, self._active.through(rehearsing):
             forward()
@@ -214,7 +214,7 @@ def _fact(x: Tensor, sources: Mapping[Tensor, Source]) -> Any:
 
 
 def _constant(x: Any, depth: int = 0) -> Any:
-    """Return the values, shapes of tensors, contents of objects, and code of functions."""
+    """Return what must stay equal to reuse a rehearsal: values, shapes, contents of objects, and code of functions."""
     if isinstance(x, np.generic):
         x = x.item()
     if isinstance(x, (*PLAIN, Enum)):

@@ -32,18 +32,18 @@ _DROPOUT = {
 class Draws:
     """Constants in place of random draws.
 
-    Only flags may be 0, which would hide noise scaled by other samples. Every verification draws fresh constants.
+    Only flags may be 0: a draw of 0 would hide noise that other samples scale. Every verification draws new constants.
     """
 
     uniform: float = 0.45
     """In (0, 1); other draws follow from it."""
     normal: float = 1.0
     seed: int | None = None
-    """None keeps the states."""
+    """Seed of torch's generators; None keeps their states."""
     numpy_seed: int = 0
 
     def constant(self, name: str) -> float:
-        """Return the draw of a function."""
+        """Return the constant that replaces the draw of a function."""
         if name in _UNIFORM:
             return self.uniform
         if name in _NORMAL:
@@ -52,12 +52,12 @@ class Draws:
 
     @property
     def waiting(self) -> float:
-        """Exponential and Gamma draws."""
+        """Constant in place of exponential and Gamma draws."""
         return -math.log1p(-self.uniform)
 
     @classmethod
     def fresh(cls, random: np.random.Generator) -> Draws:
-        """Draw constants."""
+        """Return newly drawn constants."""
         uniform, normal = float(random.uniform(0.01, 0.99)), float(random.normal())
         seed, numpy_seed = (int(x) for x in random.integers(2**32, size=2))
         return cls(uniform, normal if abs(normal) > 0.1 else 0.1, seed, numpy_seed)
@@ -65,9 +65,9 @@ class Draws:
 
 AS_DRAWN = Draws()
 LOW = Draws(uniform=0.02, normal=-1.5, seed=1990, numpy_seed=126)
-"""Take one branch; the first four draws from each seed are below 0.15."""
+"""Low draws, which take one branch of `rand() < p`; the first four from each seed are below 0.15."""
 HIGH = Draws(uniform=0.97, normal=0.5, seed=698, numpy_seed=1470)
-"""Take the other; they are above 0.85."""
+"""High draws, which take the other branch; the first four from each seed are above 0.85."""
 
 _UNIFORM = ("rand", "rand_like", "uniform_")
 _NORMAL = ("randn", "randn_like", "normal", "normal_", "cauchy_")
@@ -89,7 +89,7 @@ def _integers(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[
 
 
 def _shares(draws: Draws, func: Function, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """Mixup, Beta: [..., K]."""
+    """Return constant shares [..., K] in place of Dirichlet or Beta draws, as in mixup."""
     drawn = func(*args, **kwargs)
     share = torch.full_like(drawn, draws.uniform / max(1, drawn.shape[-1] - 1))
     share[..., 0] = 1 - draws.uniform
@@ -109,7 +109,7 @@ _ORDERS = (torch.argsort, Tensor.argsort)
 
 
 def _any_order(order: Tensor, x: Tensor) -> Tensor:
-    """Rotate equal elements, as random draws are here."""
+    """Rotate an order of equal elements, because random draws are constants here."""
     alike = x.dim() == 1 and len(x) > 1 and bool((x == x[0]).all())
     return order.roll(1) if alike else order
 

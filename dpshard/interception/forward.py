@@ -42,7 +42,7 @@ _NOT_COMPILED = (
 class Interception:
     """The recorded forwards of one model.
 
-    `before_forward` gets the kind of the inputs; if it verifies (`verified`), probes may leave orders open.
+    `before_forward` gets the kind of the inputs. If it verifies (`verified`), probes may leave row orders undecided.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Interception:
         self.replay = Replay(parameters, self.layouts, active, isolate)
         self.patcher = ModulePatcher(parameters, active, self._regions, self._enter)
         self._recomputing = False
-        # Within a model compiled after its engine, slots cannot be made.
+        # Slots cannot be made within the graph of a model that was compiled after its engine was made.
         self._outermost: Any = torch.compiler.disable(self._run_outermost, reason=_NOT_COMPILED)
         refuse_shared_outliers(model)
         self._batch_norms = [
@@ -81,11 +81,11 @@ class Interception:
         self.patcher.install()
 
     def forget(self) -> None:
-        """Drop the context of checkpointing."""
+        """Drop the context in which checkpointing repeats a forward."""
         self._active.repeat = None
 
     def plan(self, args: Any, kwargs: Any) -> Run:
-        """Return the probed call of the model."""
+        """Return the call of the model as a Run, after a probe of its batch dimensions."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
         return run if isinstance(run, PackedRun) else self.layouts.probed(run)[0]
@@ -107,7 +107,7 @@ class Interception:
             return original(*args, **kwargs)
         ordinary = active.running or not torch.is_grad_enabled() or not module.training
         if torch.compiler.is_compiling():
-            if ordinary:  # evaluations, and a pipeline's inference of shapes
+            if ordinary:  # evaluation, or a pipeline that infers shapes
                 return original(*args, **kwargs)
             return self._outermost(module, original, compiled, args, kwargs)
         if torch._C._current_graph_task_id() != -1:

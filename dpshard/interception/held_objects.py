@@ -20,7 +20,7 @@ FOREIGN = frozenset(
     "torch dpshard lightning pytorch_lightning accelerate deepspeed tokenizers datasets pandas logging weakref "
     "threading multiprocessing concurrent asyncio".split()
 )
-"""Packages that manage their own objects."""
+"""Packages whose objects are not searched."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, np.generic)
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000
@@ -39,7 +39,7 @@ STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     io.BytesIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
     io.StringIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
 }
-"""Read and set their state."""
+"""Functions that read and set the state of these types."""
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
 
 
@@ -65,12 +65,12 @@ def refill(x: Any, content: Any) -> None:
 
 
 def is_foreign(name: str | None) -> bool:
-    """Return True for a module of a framework; torch.distributions hold user values."""
+    """Return True for a module of FOREIGN packages, except torch.distributions, which hold the user's values."""
     return (name or "").partition(".")[0] in FOREIGN and not (name or "").startswith("torch.distributions")
 
 
 def container(x: Any) -> Container | None:
-    """Return the content of `x`; None if opaque."""
+    """Return the content of `x`; None if it cannot be read."""
     if isinstance(x, Container):
         return x
     if isinstance(x, dict):

@@ -1,4 +1,4 @@
-"""Forwards outside training, which leave all state unchanged."""
+"""Forwards outside the training loop, which leave all state unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dpshard.randomness import host_states, restore_host
 
 
 class IsolatedForward:
-    """A block of ordinary forwards; restores all state."""
+    """A block of ordinary forwards; at its end, all state is restored."""
 
     def __init__(self, model: nn.Module, active: ActiveForward, writes: WriteGuard, module: nn.Module) -> None:
         self._model, self._active, self._writes, self._module = model, active, writes, module
@@ -73,5 +73,5 @@ Isolate = Callable[[nn.Module], IsolatedForward]
 
 
 def eager() -> AbstractContextManager[Any]:
-    """Return an uncompiled block."""
+    """Return a block in which compiled modules run uncompiled."""
     return torch.compiler.set_stance("force_eager")

@@ -1,4 +1,4 @@
-"""Kinds of inputs and attributes."""
+"""Kinds of inputs and attributes; the model is verified again for a new kind."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BY_VALUE = (
 
 
 def kind_of_value(x: Any) -> Any:
-    """Return the kind of a value: numbers by sign and power of two."""
+    """Return the kind of a value: larger numbers count by sign and power of two."""
     if isinstance(x, Enum):
         return (type(x), x.name)
     if isinstance(x, np.generic):
@@ -97,7 +97,7 @@ def kind_of_run(run: Run) -> Any:
         (x.dim(), x.dtype, d) if isinstance(x, Tensor) else kind_of_value(x)
         for x, d in zip(run.leaves, run.dims, strict=True)
     ]
-    # Mixing shows with two samples at least.
+    # A batch of one sample cannot show mixing.
     several = run.rows > 1, run.packed is not None and run.packed.side_by_side
     return (run.module, run.tree, tuple(inputs), *several, run.batch_size == 1 < run.rows_per_unit)
 

@@ -1,10 +1,10 @@
 """The batch dimensions of inputs and calls, found by probes.
 
 [Note: Layouts by size]
-Samples that forward cuts into pieces, [k * B, ...], lie one batch apart, or side by side. While each has one piece,
-both look alike. So every size of the inputs, and integer among them, has a probe of its own. Ranks may have other
-lengths. So where they must probe equally often, the first size serves all. Each number of samples is probed once, too:
-it may choose another course.
+A forward may cut samples into pieces, [k * B, ...]. The pieces of a sample then lie one batch apart, or side by side.
+Both orders are equal while each sample has one piece. So inputs of another size, or with another integer, are probed
+again. Ranks may have inputs of different lengths. So where all ranks must probe equally often, the probe of the first
+size serves all sizes. Each number of samples is probed once, too, because it may decide which functions run.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
-"""Starts of one forward; each unprobed course restarts it."""
+"""Most attempts of one forward, which restarts after a probe when a call has no layout."""
 _MOST_PLANS = 64
 _MOST_INTEGERS = 64
-"""Values of an input with probes of their own; a counter has more."""
+"""Most values of integer inputs with probes of their own; a counter has more values."""
 NEW_COURSE = (
     "The model runs different functions in every forward, so dpshard cannot find the samples of their inputs. Remove "
     "control flow that depends on random numbers or on the data of a single sample."
@@ -57,15 +57,15 @@ class Layouts:
         alone: bool,
     ) -> None:
         self.found: dict[Key, Layout] = {}
-        """By `key`; equal ones of a kind are the same object, so that they share plans."""
+        """By `key`. Equal layouts of one kind are the same object, so that they share plans."""
         self._of_kind: dict[Any, list[Layout]] = {}
-        self._integers: dict[Any, set[tuple[int, ...]]] = {}  # inputs by kind
+        self._integers: dict[Any, set[tuple[int, ...]]] = {}  # integer inputs seen, by kind
         self._plans: dict[Any, Plans] = {}
-        self._probed_whole: set[Any] = set()  # kinds of inputs, with numbers of samples
+        self._probed_whole: set[Any] = set()  # pairs (kind of inputs, number of samples)
         self.rehearsals_of_packed: dict[Any, Any] = {}
         """See Plans.rehearsals; packed rows have no layout."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
-        # Where probes have corrected sizes.
+        # Batch dimensions that a probe has corrected, by key.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
         self._verified, self._alone = verified, alone
 
@@ -80,7 +80,7 @@ class Layouts:
         return kind, sizes_of_run(run), integers if integers in known else None
 
     def of(self, run: Run) -> Layout:
-        """Return the layout for inputs of a probed kind; probe another size."""
+        """Return the layout for inputs of a probed kind; probe first if their size is new."""
         key = self.key(run)
         return self.found[key] if key in self.found else self._keep(key, self.probe(run, into={}))
 
@@ -98,27 +98,27 @@ class Layouts:
         key = id(layout), batch_size
         plans = self._plans.get(key)
         if plans is None:
-            if len(self._plans) == _MOST_PLANS:  # loops without padding have many sizes
+            if len(self._plans) == _MOST_PLANS:  # loops without padding have many batch sizes
                 self._plans.clear()
             plans = self._plans[key] = Plans(layout)
         return plans
 
     def as_read(self, run: Run) -> Run:
-        """Return `run` with probed batch dimensions."""
+        """Return `run` with the batch dimensions that a probe has corrected, if any."""
         dims = self._readings.get(self.key(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> tuple[Run, Key]:
-        """Return `run`, after a probe of new inputs, and its key.
+        """Return `run` and its key, after a probe if the inputs are new.
 
-        If it fails, an input may have the batch size by chance, so other batch dimensions follow.
+        If the probe fails, a dimension may equal the batch size by chance. So other batch dimensions are tried.
         """
         run = self.as_read(run)
         key = self.key(run)
         if key in self.found:
             return run, key
         if run.rows == 1 < run.rows_per_unit and (of_several := self.key(replace(run, rows=2))) in self.found:
-            self.found[key] = self.found[of_several]  # one unit tells less than several
+            self.found[key] = self.found[of_several]  # a probe of one unit shows less than one of several
             return run, key
         try:
             self._keep(key, self.probe(run, into={}))
@@ -139,14 +139,14 @@ class Layouts:
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, and add the calls to `into`."""
         if into:
-            self._plans.clear()  # they may have met other layouts
+            self._plans.clear()  # they may hold earlier layouts
         unshards = self._parameters.unshards(run.module)
         try:
             found = self._compare(run, unshards=unshards)
         except (RuntimeError, ValueError, IndexError) as error:
             if isinstance(error, DpshardError):
                 raise
-            if not unshards:  # ranks that have not failed would not take part
+            if not unshards:  # with sharded parameters, ranks that have not failed would not take part
                 self._try_whole(run)
             cut = [(tuple(x.shape), d) for x, d in zip(run.given, run.dims, strict=True) if isinstance(x, Tensor)]
             raise BatchLayoutError(
@@ -190,9 +190,9 @@ class Layouts:
                     exchange=self._parameters.exchange,
                 )
 
-            # Without a new sample, both runs take the same branches.
+            # If the second run has no new sample, both runs take the same branches.
             alike = min(2, run.rows)
-            if unshards:  # all ranks run as often
+            if unshards:  # all ranks must run equally often
                 return found(alike)
             try:
                 return found(run.rows)
@@ -200,21 +200,21 @@ class Layouts:
                 return found(alike)
 
     def _whole(self, run: Run, *, unshards: bool) -> int | None:
-        """Return a number of samples to probe beside 2 and 3, once for each number and kind of inputs."""
+        """Return a number of samples to probe besides 2 and 3; None if this number and kind were probed."""
         n = max(run.batch_size, 4) if unshards else run.batch_size
         return None if n <= 3 or (kind_of_run(run), n) in self._probed_whole else n
 
     def _tells_order(self, run: Run) -> bool:
-        """Return True if verification compares orders of equal rows, or they do not matter.
+        """Return True if verification finds wrong orders of equal rows, or if such orders do not matter.
 
-        A wrong order may bring one unit and its copies together. Another rank may have two units.
+        With one unit, a wrong order only mixes it with its own copies. But another rank may have two units.
         """
         if run.rows > 1:
             return self._verified
         return self._alone or run.batch_size == 1
 
     def _try_whole(self, run: Run) -> None:
-        """Raise any error that batch dimensions do not cause."""
+        """Run the model on all samples, to raise an error that the cut of the inputs did not cause."""
         with self._isolate(run.module) as state, torch.no_grad():
             state.guarded(functools.partial(state.run_plain, run, list(range(run.batch_size))))
 

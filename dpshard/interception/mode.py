@@ -53,14 +53,14 @@ _IN_PLACE = (
 
 
 class UnknownCall(Exception):
-    """A call without a layout."""
+    """A call for which no probe has found a layout."""
 
 
 class InterceptionMode(TorchFunctionMode):
     """Redirects calls that use parameters to their rules."""
 
     rehearsals: dict[Any, Any] | None = None
-    """Of compiled regions, in forwards of this layout and number of samples."""
+    """Rehearsals of compiled regions, for this layout and number of samples."""
 
     def __init__(
         self,
@@ -75,16 +75,16 @@ class InterceptionMode(TorchFunctionMode):
         super().__init__()
         self._refusal = refusal
         self.grid = grid
-        """Of packed rows."""
+        """Rows and tokens of packed rows, else None."""
         self.rows_per_unit = rows_per_unit
         self.exchange = exchange
         self.layout = layout
         self.slots = slots
-        self.sources = dict(sources)  # the forward adds derived tensors
+        self.sources = dict(sources)  # a copy, because the forward adds derived tensors
         self.plans: Plans | None = None
         """See [Note: Plans of calls]."""
         self.trained: dict[Tensor, Source] | None = None
-        """Stands for the parameters among the sources: the same object, the same ones. None: unknown."""
+        """Identifies the set of parameters among the sources: an equal set is the same object. None if unknown."""
         self._routing: Routing | None = None
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
@@ -106,11 +106,11 @@ class InterceptionMode(TorchFunctionMode):
             del self.sources[parameter]
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples that need a probe."""
+        """Return up to n samples that verification must compare; see Routing.suspects."""
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
-        """Return the error for parameters in a function."""
+        """Return the error for the use of these parameters in a function."""
         return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -179,7 +179,7 @@ class InterceptionMode(TorchFunctionMode):
             result = func(*args, **kwargs)
             if any(differentiable(x) for x in outputs_of(result)):
                 raise UnsupportedParameterError(ANOTHER_COURSE) if in_region else UnknownCall
-            return result  # no gradient: a shape
+            return result  # shapes carry no gradient
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(
@@ -255,7 +255,7 @@ class InterceptionMode(TorchFunctionMode):
 
         plain_args, plain_kwargs = pytree.tree_map_only(Tensor, plain, (args, kwargs))
         tensors = [] if torch.compiler.is_compiling() else tensors_of((plain_args, plain_kwargs))
-        versions = [x._version for x in tensors]  # in compiled code, verification checks this
+        versions = [x._version for x in tensors]  # in compiled code, verification compares instead
         result = func(*plain_args, **plain_kwargs)
         if any(x._version != version for x, version in zip(tensors, versions, strict=True)):
             labels = ", ".join(dict.fromkeys(source.label for source in cut.values()))

@@ -1,6 +1,6 @@
-"""The state of a model besides its parameters: a path for each buffer, attribute and content of objects.
+"""The state of a model besides its parameters: buffers, attributes and contents of objects, each with a path.
 
-Verification sees the effect of globals on outputs.
+Global variables are not part of it; verification finds their effect on outputs.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from dpshard.interception.held_objects import (
 )
 
 _FRAMEWORK = frozenset(vars(nn.Module())) - {"training"} | {"forward"}
-"""Of torch or the interception."""
+"""Names of attributes that torch or the interception sets."""
 HOOKS = tuple(name for name, x in vars(nn.Module()).items() if "hooks" in name and isinstance(x, dict))
-"""Some models register hooks in their first forward."""
+"""Names of torch's dicts of hooks; some models register hooks in their first forward."""
 _MOST = 100_000
 """An attribute with more objects holds data, not state."""
 
@@ -85,7 +85,7 @@ class ModelState:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._saved: dict[str, tuple[Any, Any]] = {}  # path -> object, copy of its content
-        with torch._C.DisableTorchFunction():  # hides this from modes
+        with torch._C.DisableTorchFunction():  # modes must not intercept these reads
             for path, x in walk(model):
                 self._saved[path] = (x, _copy(x))
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
@@ -104,7 +104,7 @@ class ModelState:
         return [path for path, (x, _) in self._saved.items() if isinstance(x, GENERATORS)]
 
     def changes(self) -> dict[str, Any]:
-        """Return changed state by path; None for what is gone."""
+        """Return the changed state by path; the value is None where the state no longer exists."""
         now, found = dict(walk(self._model)), {}
         for path, x in now.items():
             old, value = self._saved.get(path, (None, None))
@@ -192,11 +192,11 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
     if isinstance(x, PLAIN):
         yield path, x
         return
-    if not isinstance(x, Container):  # new containers have repeated ids
+    if not isinstance(x, Container):  # a Container is temporary, so its id may repeat
         if id(x) in seen or len(seen) > _MOST:
             return
         seen.add(id(x))
-    if isinstance(x, nn.Module):  # in a list, which torch does not search
+    if isinstance(x, nn.Module):  # for example in a list, which torch does not search
         for prefix, module in x.named_modules():
             if id(module) not in seen or module is x:
                 yield from _walk_module(f"{path}.{prefix}." if prefix else f"{path}.", module, seen)

@@ -1,7 +1,8 @@
 """Hooks that torch runs in `__call__`, outside `forward`.
 
-A module with hooks of the user is entered at its call; hooks of frameworks stay outside. Some of these compute weights:
-old weight_norm and spectral_norm, and pruning. Those of the outermost module run again within the mode.
+A module with the user's hooks is intercepted at `__call__`, so that they are recorded. Hooks of frameworks stay
+outside. Some hooks of torch compute weights: old weight_norm and spectral_norm, and pruning. Those of the outermost
+module run again within the mode.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _WITH_WEIGHTS = (WeightNorm, SpectralNorm, BasePruningMethod)
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return True if the user's hooks run."""
+    """Return True if the module has hooks of the user."""
     hooks = (
         module._forward_pre_hooks,
         module._forward_hooks,

@@ -1,6 +1,6 @@
 """Sources of a compiled region, by number.
 
-Dynamo guards on every string, so names would tie a graph to one block.
+Dynamo guards on every string, so with names, equal blocks could not share a graph.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ class Numbering:
 
     def __init__(self) -> None:
         self.names: list[Source] = []
-        """By number."""
+        """Outside sources, by number."""
         self._numbered: dict[Source, Source] = {}
         self._named: dict[Source, Source] = {}
 
     def number(self, source: Source) -> Source:
-        """Return `source` as a root of the region."""
+        """Return the numbered source, a root of the region, for an outside `source`."""
         if source not in self._numbered:
             transpose_of = source.transpose_of and self.number(source.transpose_of)
             slice_of = source.slice_of and (self.number(source.slice_of[0]), source.slice_of[1])
@@ -44,13 +44,13 @@ class Numbering:
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return the outside source."""
+        """Return the outside source of a source of the region."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
 
     def name_use(self, use: Use) -> Use:
-        """Return a use with outside sources."""
+        """Return the use with outside sources in place of numbered ones."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [(self.name(source), record) for source, record in use.records(tensors)]
@@ -59,11 +59,11 @@ class Numbering:
         return Use(sources, use.build if isinstance(use.build, Recipe) else build, use.copies)
 
     def name_all(self, labels: str) -> str:
-        """Replace numbers by outside labels."""
+        """Replace the numbers in labels by outside labels."""
         return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
 
     def name_forms(self, form: str) -> str:
-        """Replace numbers by outside forms."""
+        """Replace the numbers in a form by outside forms."""
         return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
 
     def _outside(self, label: str) -> Source:
@@ -105,7 +105,7 @@ def _root(
 
 
 class NumberedSources(dict[Tensor, Source]):
-    """Sources of a rehearsal, numbered when read."""
+    """Sources of a rehearsal; each gets its number when it is read first."""
 
     def __init__(self, numbering: Numbering, outside: dict[Tensor, Source]) -> None:
         super().__init__(outside)
@@ -119,14 +119,14 @@ class NumberedSources(dict[Tensor, Source]):
 
 
 class NumberedLayout(dict[CallKey, CallLayout]):
-    """Calls of a rehearsal, by number."""
+    """Layouts of the calls of a rehearsal, under keys with numbered sources."""
 
     def __init__(self, numbering: Numbering, outside: Layout) -> None:
         super().__init__()
         self._numbering, self._outside = numbering, outside
 
     def get(self, key: CallKey, default: CallLayout | None = None) -> CallLayout | None:  # type: ignore[override]
-        """Look up a call, and keep its layout."""
+        """Return the outside layout of a call, and keep it under this key."""
         named = tuple(self._numbering.name_forms(x) if isinstance(x, str) else x for x in key)
         layout = self._outside.get(named, default)
         if layout is not None:

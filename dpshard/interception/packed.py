@@ -1,7 +1,7 @@
-"""Packed rows: rules treat every token as a row, and the tape adds tokens up by unit.
+"""Packed rows: rules treat every token as a row, and the tape sums the tokens of each unit.
 
-A token is a sample with one position: [R, T, ...] becomes [N, 1, ...], and the output goes back. Only shapes tell where
-tokens are, so verification/packed.py always compares units with each unit alone.
+A token is a sample with one position: [R, T, ...] becomes [N, 1, ...], and the output goes back. Only the shape of a
+tensor shows where its tokens are. So verification/packed.py always compares units with each unit alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ NOT_BY_TOKEN = (
 
 @dataclass(frozen=True, slots=True)
 class TokenGrid:
-    """The rows R and tokens T of a stream."""
+    """R rows of T tokens each."""
 
     rows: int
     tokens: int
@@ -69,7 +69,7 @@ class TokenGrid:
 
 
 def replaced(x: Any, old: Sequence[Tensor], new: Sequence[Any]) -> Any:
-    """Return a structure with tensors replaced; dynamo traces it."""
+    """Return a structure with `old` tensors replaced by `new` ones. Written so that dynamo can trace it."""
     if isinstance(x, Tensor):
         for before, after in zip(old, new, strict=True):
             if before is x:
@@ -90,11 +90,11 @@ def writes_in_place(func: Function) -> bool:
 
 
 class Role(Enum):
-    """What an input with a value per token tells."""
+    """The meaning of an input with a value per token."""
 
     CONTENTS = auto()
-    POSITIONS = auto()  # count up in every unit
-    UNITS = auto()  # different for each unit
+    POSITIONS = auto()  # increase by 1 within every unit
+    UNITS = auto()  # one number per unit, different for each
     MASK = auto()  # one number per unit
 
 
@@ -105,7 +105,7 @@ class PackedRun(Run):
     packed: PackedTokens = None  # type: ignore[assignment]
 
     def on(self, samples: list[int]) -> Any:
-        """Return the output for one unit alone, at its own positions; for none, of the whole stream."""
+        """Return the output for one unit alone, at its own positions; without `samples`, for the whole stream."""
         leaves = tuple(self.alone(x, samples[0]) for x in self.leaves) if samples else self.leaves
         args, kwargs = pytree.tree_unflatten([self._copied(x) for x in leaves], self.tree)
         return self.original(*args, **kwargs)
@@ -140,7 +140,7 @@ class PackedRun(Run):
                 part = x[row * T + start : row * T + end]
             else:
                 return x
-            if self.role(x) is Role.UNITS:  # only the equality of numbers may count
+            if self.role(x) is Role.UNITS:  # models may use unit numbers only to compare them
                 first, start, _ = next(iter(self.packed.places.values()))
                 part = torch.full_like(part, int(x.reshape(R, T)[first, start]))
             return part
@@ -159,7 +159,7 @@ class PackedRun(Run):
         return replace(self, leaves=tuple(leaves))
 
     def contents(self) -> list[int]:
-        """Return which inputs tell neither positions nor units."""
+        """Return the indices of inputs with a value per token that are neither positions, unit numbers nor a mask."""
         R, T = self.packed.shape
         found = []
         for i, x in enumerate(self.leaves):
@@ -178,7 +178,7 @@ class PackedRun(Run):
         return [x_RT[row, start:end] for row, start, end in self.packed.places.values()]
 
     def role(self, x: Any) -> Role:
-        """Return what an input tells."""
+        """Return the role of an input."""
         parts = self._parts(x) if isinstance(x, Tensor) else None
         if parts is None:
             return Role.CONTENTS
@@ -189,7 +189,7 @@ class PackedRun(Run):
         return Role.UNITS if len({int(part[0]) for part in parts}) == len(parts) > 1 else Role.MASK
 
     def refuse_absolute_positions(self) -> None:
-        """Raise BatchLayoutError for positions that show where in its row a unit lies."""
+        """Raise BatchLayoutError if positions show where in its row a unit lies."""
         for x in self.leaves:
             if self.role(x) is Role.POSITIONS and len({int(part[0]) for part in self._parts(x) or ()}) > 1:
                 raise BatchLayoutError(

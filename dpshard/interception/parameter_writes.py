@@ -15,7 +15,7 @@ from dpshard.rules.torch_functions import Passthrough
 
 
 class ParameterWrites(TorchDispatchMode):
-    """Refuses writes, also through views, `.data` and no_grad."""
+    """Refuses writes into parameters, also through views, `.data` and no_grad."""
 
     supports_higher_order_operators = True
 
@@ -27,7 +27,7 @@ class ParameterWrites(TorchDispatchMode):
         if not Passthrough.on:
             for x in _written(func, args, kwargs or {}):
                 name, p = self._known.get(_storage(x), ("", x))
-                # ZeRO-3 frees storage after each module, for other tensors.
+                # ZeRO-3 frees a parameter's storage after each module, and other tensors may then take it.
                 if name and _storage(p) == _storage(x):
                     raise written(name)
         return func(*args, **(kwargs or {}))

@@ -25,14 +25,14 @@ class TrainedParameters:
         self.model = model
         self.sources = sources
         self.temporary: set[str] = set()
-        """Exist only while a module runs."""
+        """Names of parameters that exist only while a module runs."""
         self.unshards = sharding.unshards
         self.exchange = sharding.exchange
         self.refusal = functools.partial(refusal, model)
         self.by_name = {source.label: source for source in sources.values()}
         self._flags: list[bool] = []
         self.trained: dict[Tensor, Source] = {}
-        """Those that `trainable` returned; another object if others."""
+        """The parameters that `trainable` returned last; another object when they are others."""
         self._sharding = sharding
         self._active = active
         self._plain = [(name, p) for name, p in model.named_parameters() if type(p) is nn.Parameter]
@@ -40,21 +40,21 @@ class TrainedParameters:
     def trainable(self) -> dict[Tensor, Source]:
         """Return the parameters that require gradients now."""
         flags = [parameter.requires_grad for parameter in self.sources]
-        if flags != self._flags:  # a copy of a dict hashes no tensor, which is slow
+        if flags != self._flags:  # to copy a dict is fast, because it hashes no tensor
             self._flags = flags
             self.trained = {x: source for x, source in self.sources.items() if x.requires_grad}
         return dict(self.trained)
 
     def values(self) -> dict[str, Tensor]:
-        """Return the parameters by name; gathered ones as last seen."""
+        """Return the parameters by name; for gathered ones, the latest gathered tensor."""
         return {source.label: x for x, source in self.sources.items()}
 
     def versions(self) -> list[int]:
-        """Return the version of each parameter."""
+        """Return torch's version counter of each parameter."""
         return [p._version for _, p in self._plain]
 
     def refuse_writes(self, before: list[int]) -> None:
-        """Raise UnsupportedParameterError if a parameter was written."""
+        """Raise UnsupportedParameterError if a parameter was written since `before`."""
         if self.versions() == before:
             return
         for (name, p), version in zip(self._plain, before, strict=True):
@@ -78,7 +78,7 @@ class TrainedParameters:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` with its own gathering: backward frees what hooks gathered."""
+        """Return `original` with its own gathering, because backward frees what hooks gathered."""
         if not self.unshards(module):
             return original
 

@@ -103,7 +103,7 @@ class ModulePatcher:
                 return on_copy(self_module, *args, **kwargs)
             return enter(module, original, compiled, args, kwargs)
 
-        # The same, but a region's trace reads no closure, so dynamo guards none.
+        # The same, but the trace of a region reads no closure, on which dynamo would set guards.
         def plain_in_regions(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() and in_region.on:
                 return _FORWARDS[type(self_module)](self_module, *args, **kwargs)

@@ -9,8 +9,8 @@ sample's gradient (see [Note: Norms of parts] in clipping/parts.py):
     g whole, a whole, parameter whole                   the whole: biases of row-wise maps, replicated layers
     g and a in parts of the sequence, parameter whole   a term of a sum: normalisation under SequenceParallel
 
-Others are refused. If the output is a pending sum, g is whole. Autograd promises no placement of g, so g is
-redistributed.
+Others are refused. If the output is a partial sum over ranks, g is whole. Autograd does not guarantee the placement of
+g, so g is redistributed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _ADVICE = (
 
 
 class PlacedCall(Protocol):
-    """What this module reads of a call."""
+    """The part of InterceptedCall that this module uses."""
 
     func: Function
     args: Any

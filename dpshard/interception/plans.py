@@ -28,9 +28,9 @@ from dpshard.rules.torch_functions import Function
 _TENSORS = frozenset((Tensor, nn.Parameter))
 _CONSTANTS = frozenset((int, float, bool, str, type(None), torch.dtype))
 _RANKS = tuple(object() for _ in range(65))
-"""Numbers would equal arguments."""
+"""Tokens for the ranks of tensors; plain numbers could equal other arguments."""
 _MOST = 4096
-"""A constant may change in every forward."""
+"""Largest number of plans, because a constant that changes in every forward adds one each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,9 +40,9 @@ class PlannedUse:
     planned: Planned
     use: Use
     operands: tuple[int | str | None, ...]
-    """Places or names."""
+    """Index or name of the arguments input, weight and bias; None if absent."""
     cuts: tuple[bool, bool]
-    """True if weight and bias are parameters."""
+    """Whether weight and bias are trainable, each."""
 
     def repeat(self, slots: Slots, args: Any, kwargs: Any) -> Tensor:
         """Run and tap a call as planned."""
@@ -64,7 +64,7 @@ class Plans:
         self.layout = layout  # held, so that no other object gets its identity
         self.uses: dict[Function, dict[Any, PlannedUse]] = {}
         self.rehearsals: dict[Any, Any] = {}
-        """Of compiled regions; see compiled.py."""
+        """Rehearsals of compiled regions; see compiled.py."""
 
     def find(self, func: Function, args: Any, kwargs: Any, sources: Mapping[Tensor, Source]) -> PlannedUse | None:
         """Return the plan of a call."""
@@ -72,7 +72,7 @@ class Plans:
             return None
         try:
             return self.uses[func].get(_facts(args, kwargs, sources))
-        except TypeError:  # such as a list
+        except TypeError:  # an argument that cannot be hashed, such as a list
             return None
 
     def keep(
@@ -84,7 +84,7 @@ class Plans:
         planned: Planned,
         operands: tuple[Tensor | None, ...],
     ) -> None:
-        """Keep a plan, if equal facts make an equal call."""
+        """Keep a plan, if equal facts always mean an equal call."""
         named = [*enumerate(args), *kwargs.items()]
         if not all(_is_fact(x, sources) for _, x in named):
             return

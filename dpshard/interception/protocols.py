@@ -1,4 +1,4 @@
-"""What the step in progress and a sharding framework bring."""
+"""The interfaces of the step in progress and of a sharding framework, which interception uses."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from dpshard.sampling import MicroBatchPlan, PackedTokens
 
 
 class TapeProvider(Protocol):
-    """The step in progress."""
+    """The step in progress, which provides the tape."""
 
     two_passes: bool
 
     @property
     def plan(self) -> MicroBatchPlan | None:
-        """None in a user's own loop."""
+        """The plan of the micro-batch; None in a user's own loop."""
         ...
 
     @property
@@ -34,7 +34,7 @@ class TapeProvider(Protocol):
         ...
 
     def forward(self, module: nn.Module) -> AbstractContextManager[bool]:
-        """Return a block for an outermost forward; in it False outside of training."""
+        """Return a block for an outermost forward. Its value is False if the forward is not part of training."""
         ...
 
     def open_tape(self, batch_size: int, module: nn.Module) -> Tape:
@@ -46,10 +46,10 @@ class Exchange(Protocol):
     """Ranks that hold parts of one model, and send each other rows."""
 
     of_samples: bool
-    """See clipping.parts.Parts."""
+    """True if each rank has B samples of its own; see clipping.parts.Parts."""
 
     def knows(self, group: str) -> bool:
-        """Return True if the group has these ranks."""
+        """Return True if the process group of this name has these ranks."""
         ...
 
     def send_samples(
@@ -57,7 +57,7 @@ class Exchange(Protocol):
     ) -> Tensor | None:
         """Return the samples of the rows that arrive; None if rows return to a rank that did not send them.
 
-        `received`, `sent`: numbers of rows by rank. With `of_samples`, numbers from B on are rows of other ranks.
+        `received`, `sent`: number of rows by rank. With `of_samples`, samples of other ranks have numbers from B on.
         """
         ...
 
@@ -66,7 +66,7 @@ class Exchange(Protocol):
         ...
 
     def sample_numbers(self, sample_N: Tensor | None, batch_size: int, names: Collection[str]) -> Tensor | None:
-        """Return the samples as these parameters' records number them; None for rows that they cannot meet.
+        """Return the samples' numbers in the records of these parameters; None for rows that they cannot get.
 
         `sample_N`: None for unrouted rows.
         """
@@ -78,12 +78,12 @@ class ShardingHooks(Protocol):
 
     @property
     def exchange(self) -> Exchange | None:
-        """Ranks with parts of the model."""
+        """The exchange between ranks with parts of the model, or None."""
         ...
 
     @property
     def note_inputs(self) -> Callable[[Iterable[Tensor]], None] | None:
-        """Takes the inputs, if other ranks must have the same."""
+        """A function that takes the inputs, if other ranks must have the same; else None."""
         ...
 
     @property

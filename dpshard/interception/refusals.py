@@ -32,7 +32,7 @@ def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bo
 
 
 def refuse_shared_outliers(model: nn.Module) -> None:
-    """Raise UnsupportedParameterError for bitsandbytes' 8-bit layers whose outliers the whole batch decides.
+    """Raise UnsupportedParameterError if bitsandbytes' 8-bit layers find outliers in the whole batch.
 
     LLM.int8() multiplies columns with a large element in another precision (Dettmers et al. 2022, arXiv:2208.07339),
     except in training on CPUs.
@@ -51,7 +51,7 @@ def refuse_shared_outliers(model: nn.Module) -> None:
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """Raise UnsupportedParameterError for BatchNorm in training mode, which mixes samples."""
+    """Raise UnsupportedParameterError if a BatchNorm is in training mode, which mixes samples."""
     for path, module in batch_norms:
         if module.training or getattr(module, "running_mean", None) is None:
             raise UnsupportedParameterError(

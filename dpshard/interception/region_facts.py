@@ -1,4 +1,4 @@
-"""What dynamo takes for constants in a compiled region.
+"""The facts that are constants in the trace of a compiled region.
 
 Dynamo guards every attribute that traced code reads. One guard, on the key of equal facts, stands for all of them.
 """
@@ -16,9 +16,9 @@ class RegionFacts(NamedTuple):
     """Facts of a region's trace. Equal blocks have equal facts, by number."""
 
     sources: Sequence[Source]
-    """Of the region's tensors."""
+    """The source of each of the region's tensors."""
     calls: Sequence[tuple[CallKey, CallLayout]]
-    """Its layout. A dict made in the trace has no guards on missing keys."""
+    """The layout, as items. Dynamo does not guard missing keys of a dict that the trace makes from them."""
     slots: str
     """See slot_facts."""
 

@@ -32,9 +32,9 @@ class Replay:
         self._active = active
 
     def arguments(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Return the arguments that forward gets: FSDP casts inputs.
+        """Return the arguments that forward gets, as FSDP casts inputs.
 
-        Calls `module` once, by which FSDP finds its root.
+        Calls `module` once, so that FSDP finds its root.
         """
         if not self.parameters.unshards(module):
             return args, kwargs

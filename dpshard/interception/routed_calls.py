@@ -54,9 +54,9 @@ def with_routed_rows(call: InterceptedCall, routing: Routing) -> InterceptedCall
 
 
 def with_places(call: InterceptedCall) -> InterceptedCall:
-    """Return `call` with its records' numbers of the samples.
+    """Return `call` with the numbers that the samples have in its records.
 
-    Refuses experts that meet the rank's own samples, and others that meet rows from afar.
+    Refuses experts that get rows of this rank without an exchange, and other parameters that get rows of other ranks.
     """
     exchange = call.exchange
     if exchange is None or not exchange.of_samples:

@@ -2,13 +2,14 @@
 
 A route starts where data index dimension 0 of a tensor with the rows of all samples. It continues through functions
 that make row n of the output from row n of the input only. It ends where rows return to sample order, or are added to
-rows of their own sample. Any other function loses rows out of order, and parameters refuse them.
+rows of their own sample. After any other function, the samples of rows out of order are unknown, and parameters refuse
+the rows.
 
-Packing makes rows: step 0 of all samples, then step 1 of all that are as long. Padding returns columns of one sample
-each, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out of order may be permuted, packed, or read
-step by step.
+pack_padded_sequence makes rows: step 0 of all samples, then step 1 of all samples with two steps or more.
+pad_packed_sequence returns a column per sample, along dimension 1: [T, B, ...], and last states [L, B, H]. Columns out
+of order may be permuted, packed, or read step by step.
 
-Ranks with parts of one model may send each other rows by all_to_all_single, and their samples.
+Ranks with parts of one model may exchange rows, and the samples of these, by all_to_all_single.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from dpshard.interception.row_functions import VIEWS, RowCall, argument, by_row
 from dpshard.rules.torch_functions import Function, function_name, functions_named, outputs_of, tensors_of
 
 PICKING = functions_named(["masked_select", "nonzero", "argwhere", "unique", "unique_consecutive"])
-"""The data decides their number of output rows."""
+"""Functions whose number of output rows depends on the data."""
 
 _SCATTERING = functions_named(["scatter_add", "scatter_add_"])
 ADDING = functions_named(["index_add", "index_add_", "index_copy", "index_copy_"]) | _SCATTERING
-"""Write rows into their first argument."""
+"""Functions that write rows into their first argument."""
 _REPLACING = functions_named(["index_copy", "index_copy_"]) | {Tensor.__setitem__}
 
 _SELECTING = functions_named(["index_select"])
@@ -41,7 +42,7 @@ _UNBINDING = functions_named(["unbind"])
 
 _SENDING = ("all_to_all_single",)
 _WAITING = ("wait_tensor", "_wrap_tensor_autograd")
-"""torch has packets and overloads of each."""
+"""Names, because torch has a packet and overloads of each."""
 PACK, PAD = torch._pack_padded_sequence, torch._pad_packed_sequence
 
 
@@ -89,7 +90,7 @@ def _numbers_in(index: Any) -> Any:
 
 
 def _indexed(func: Function, args: Any, kwargs: Any) -> tuple[Tensor, int, Tensor, int] | None:
-    """Return the tensor, dimension and numbers [N] of a pick, and their dimension in the output."""
+    """Return the tensor, dimension and indices [N] of a pick, and their dimension in the output; else None."""
     shift = 0
     if func is Tensor.__getitem__:
         x, index, dim = args[0], tuple(_numbers_in(i) for i in (args[1] if isinstance(args[1], tuple) else args[1:])), 0
@@ -147,21 +148,21 @@ class Routing:
     ) -> None:
         """Take `holds_samples(x, dim, read)`: True if a probe found all samples along dimension `dim` (0 or 1) of `x`.
 
-        `read`: the order of rows counts.
+        `read`: the order of rows matters.
         """
         self._exchange = exchange
         self.batch_size = batch_size
         self.holds_samples = holds_samples
-        # Do not keep dropped tensors alive.
+        # Samples of each row. Weak, so that tensors are freed as usual.
         self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # Sample of each column; True if in order.
+        # Sample of each column, and True if columns are in sample order.
         self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._unplaced: list[tuple[int, Tensor]] = []  # length of a dimension, rows picked
+        self._unplaced: list[tuple[int, Tensor]] = []  # length of the dimension, indices picked
         self.idle = True
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples whose rows were picked where no probe found samples."""
+        """Return up to n samples whose rows may have been picked, from a dimension where no probe found samples."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
@@ -171,13 +172,13 @@ class Routing:
         return None if self.idle else self._samples.get(x)
 
     def lost(self, x: Tensor) -> bool:
-        """Return True if samples of rows are unknown."""
+        """Return True if the samples of the rows are unknown."""
         if self.idle or x.dim() == 0:
             return False
         return x in self._lost or (x in self._columns and not self._columns[x][1])
 
     def in_order(self, sample_N: Tensor) -> bool:
-        """Return True if rows are as if never routed."""
+        """Return True if rows are in sample order."""
         return len(sample_N) % self.batch_size == 0 and torch.equal(sample_N, self._numbers(sample_N))
 
     def follow(self, func: Function, args: Any, kwargs: Any, result: Any) -> None:

@@ -28,7 +28,7 @@ class RowCall:
 
     @property
     def first_only(self) -> bool:
-        """True if only the first argument is routed."""
+        """Return True if only the first argument is routed."""
         return len(self.routed) == 1 and bool(self.args) and self.args[0] is self.routed[0]
 
     def others_lack_rows(self, rank: int) -> bool:
@@ -38,7 +38,7 @@ class RowCall:
 
 
 def by_row(call: RowCall, N: int) -> bool:
-    """Return True if row n of every output, of N, depends on routed inputs only by their row n."""
+    """Return True if row n of every output (of N rows) depends only on row n of the routed inputs."""
     if not call.outputs or any(x.dim() == 0 or len(x) != N for x in call.outputs):
         return False
     holds = _BY_ROW.get(call.func)
@@ -46,7 +46,7 @@ def by_row(call: RowCall, N: int) -> bool:
 
 
 def argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    """Return an argument by place or name."""
+    """Return an argument, given by position or by name."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 
@@ -65,7 +65,7 @@ _ELEMENTWISE = (
 )
 _LINEAR = torch._C._nn.linear  # type: ignore[attr-defined]  # see rules.linear
 _MAPPING_FIRST = frozenset({_LINEAR, F.linear, F.group_norm, F.embedding, F.prelu, torch.prelu}) | GROUPED
-"""Map every row of their first argument alike."""
+"""Functions that map every row of their first argument in the same way."""
 _CONVOLVING = functions_named([f"conv{kind}{n}d" for kind in ("", "_transpose") for n in (1, 2, 3)], [F])
 _MATMUL = functions_named(["matmul", "mm", "bmm", "__matmul__"])
 VIEWS = functions_named(["view", "reshape", "flatten", "unflatten"])
@@ -123,7 +123,7 @@ def _indexes_others(call: RowCall) -> bool:
     return call.first_only and bool(whole) and not any(isinstance(i, Tensor) for i in index)
 
 
-_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # the last duplicate counts
+_BY_ROW: dict[Function, Callable[[RowCall], bool]] = {  # a later entry replaces an earlier one of the same function
     Tensor.__getitem__: _indexes_others,
     **dict.fromkeys(_ALONG, _is_along_others),
     **dict.fromkeys(VIEWS, _first_only),

@@ -1,7 +1,7 @@
 """One outermost call of a module, to repeat on some of its samples.
 
-A sample is a unit of K = `rows_per_unit` adjacent rows. `Run.leaves` have dimensions of both, which only `Run.on`
-joins; see docs/architecture.md.
+A sample is a unit of K = `rows_per_unit` adjacent rows. `Run.leaves` have one dimension for units and one for their
+rows; only `Run.on` joins them. See docs/architecture.md.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ class Run:
     tree: pytree.TreeSpec
     batch_size: int
     dims: tuple[int | None, ...]
-    """The dimension of the samples."""
+    """The dimension of the samples in each leaf, or None."""
     rows: int
-    """Samples before the padding; at least 1."""
+    """Number of samples, without padding; at least 1."""
     rows_per_unit: int = 1
     packed: PackedTokens | None = None
-    """Of a PackedRun."""
+    """The units of packed rows, in a PackedRun."""
 
     def on(self, samples: list[int]) -> Any:
         """Return the output for `samples` (indices)."""
@@ -54,16 +54,16 @@ class Run:
         return [(x, dim) for x, dim in zip(self.given, self.dims, strict=True) if dim is not None]
 
     def reading(self, dims: tuple[int | None, ...]) -> Run:
-        """Return the call with other batch dimensions."""
+        """Return the call with these batch dimensions."""
         leaves = tuple(by_unit(x, dim, self.rows_per_unit) for x, dim in zip(self.given, dims, strict=True))
         return replace(self, dims=dims, leaves=leaves)
 
     def first(self, n: int, rows: int) -> Any:
-        """Return the output for n samples, the first `rows` in turn."""
+        """Return the output for n samples, which are the first `rows` samples, repeated in turn."""
         return self.on([i % rows for i in range(n)])
 
     def other_readings(self) -> Iterator[Run]:
-        """Yield the call with some inputs as constants: a mask [T, T] with T = B."""
+        """Yield the call with some inputs read as constants, such as a mask [T, T] with T = B."""
         B = self.batch_size * self.rows_per_unit
         carrying = [i for i, d in enumerate(self.dims) if d == 0]
         doubtful = [i for i in carrying if self.given[i].dim() == 1 or self.given[i].shape[:2] == (B, B)]
@@ -84,8 +84,8 @@ class Run:
         with torch._C.DisableTorchFunction():
             picked = leaf.detach().index_select(dim, torch.tensor(samples, device=leaf.device))
             if not leaf.is_contiguous():
-                return _laid_out_as(leaf, picked)  # forward may ask
-        return picked.clone()  # modes see a new tensor
+                return _laid_out_as(leaf, picked)  # forward may depend on it
+        return picked.clone()  # modes identify tensors by object, so each run gets new ones
 
     def _joined(self, x: Any, dim: int | None) -> Any:
         if dim is None or self.rows_per_unit == 1:
@@ -95,7 +95,7 @@ class Run:
 
 
 def _laid_out_as(x: Tensor, picked: Tensor) -> Tensor:
-    """Return `picked` with its dimensions in memory in the order of those of `x`, and not contiguous."""
+    """Return `picked`, non-contiguous, with the dimensions in the same order in memory as those of `x`."""
     order = sorted(range(x.dim()), key=lambda d: -x.stride(d))
     dense = picked.permute(order).contiguous()
     back = [order.index(d) for d in range(x.dim())]
@@ -123,7 +123,7 @@ def plan_run(
 ) -> Run:
     """Find the inputs that carry samples: along dimension 0 if it has B rows, else along the only such one.
 
-    Raises BatchLayoutError unless an input has samples in dimension 0.
+    Raises BatchLayoutError unless one input has the samples in dimension 0.
     """
     if transforms_are_active():
         raise BatchLayoutError(

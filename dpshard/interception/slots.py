@@ -1,4 +1,4 @@
-"""Records of uses: the tape, or stand-ins for it."""
+"""Slots, which record the uses of parameters: those of the tape, or stand-ins for them."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ class Slots(Protocol):
     """True if the forward only counts uses."""
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output`; in backward its gradient and `keep` become records."""
+        """Return `output`. In backward, its gradient and `keep` become records."""
         ...
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """See Tape.slot."""
+        """Return tensors like `templates`, whose gradients become the records of `use`; see Tape.slot."""
         ...
 
     def region(self, rows: Sequence[Row]) -> list[tuple[Tensor, ...]]:
-        """Return a region's slots, by row."""
+        """Return the slots of a compiled region, for each row of uses."""
         return [self.slot(row.uses[0], *row.templates) for row in rows]
 
 
 class RecomputeSlots(Slots):
-    """Slots of a repetition by checkpointing, which refuse to be differentiated."""
+    """Slots of a forward that checkpointing repeats; they refuse to be differentiated."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -54,7 +54,7 @@ class RecomputeSlots(Slots):
         return tap(output, keep, (self._token,), _refuse)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return stand-ins."""
+        """Return copies of `templates`, with a graph that refuses to be differentiated."""
         return _Refusing.apply(self._token, *templates)
 
 
@@ -74,7 +74,7 @@ def _refuse(*_: Any) -> NoReturn:
 
 @dataclass(slots=True)
 class SlotRecorder(Slots):
-    """Notes a region's slots."""
+    """Lists the slots that a region asks for."""
 
     batch_size: int
     asked: list[tuple[Use, tuple[Tensor, ...]]]
@@ -95,14 +95,14 @@ class SlotRecorder(Slots):
 class PreallocatedSlots(Slots):
     """Gives a compiled region its premade slots.
 
-    Made in the trace: the graph would return one made outside.
+    The trace makes this object, because a graph would return an object that was made outside.
     """
 
     compiled: bool = True
     rehearses: bool = False
 
     def __init__(self, batch_size: int, facts: str, made: list[tuple[Tensor, ...]]) -> None:
-        """Take tensors by row."""
+        """Take the facts of the slots and their tensors, by row of uses."""
         self.batch_size = batch_size
         self._made = _cut(facts, made)
         self._taken = 0
@@ -112,7 +112,7 @@ class PreallocatedSlots(Slots):
         return tap(output, keep, self.slot(use), None)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return the next slot, if made for this use."""
+        """Return the next slot. Raises UnsupportedParameterError if it was made for another use."""
         facts, tensors = self._made[self._taken] if self._taken < len(self._made) else ([], ())
         self._taken += 1
         if facts != [use.call, *[source.label for source in use.sources]]:
@@ -121,11 +121,14 @@ class PreallocatedSlots(Slots):
 
 
 _PARTS, _USES, _ITEMS = "\x1d", "\x1e", "\x1f"
-"""Labels have commas and slashes."""
+"""Separators that labels, which have commas and slashes, do not contain."""
 
 
 def slot_facts(asked: Asked, rows: Sequence[Sequence[int]], dims: Sequence[int]) -> str:
-    """Return call and labels by use; dimension and uses by row. One string, as dynamo takes no tuple for a constant."""
+    """Return the call and labels of each use, and the dimension and uses of each row.
+
+    The result is one string, because dynamo takes no tuple for a constant.
+    """
     labels = _USES.join(_ITEMS.join([use.call, *[source.label for source in use.sources]]) for use, _ in asked)
     places = _USES.join(_ITEMS.join(map(str, (dim, *row))) for dim, row in zip(dims, rows, strict=True))
     return labels + _PARTS + places

@@ -1,4 +1,4 @@
-"""torch.vmap in a forward, which hides a dimension: calls within it become calls on whole tensors."""
+"""Calls within torch.vmap, which hides a dimension, as calls on whole tensors."""
 
 from __future__ import annotations
 
@@ -30,18 +30,18 @@ class Lifted:
     args: Any
     kwargs: Any
     levels: tuple[int, ...]
-    """Of the hiding vmaps, outermost first."""
+    """Levels of the vmaps that hide dimensions, outermost first."""
     differentiated: bool
     """True if torch.func.grad or jvp wraps an argument."""
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Leave all transforms."""
+        """Return a block outside of all transforms of torch.func."""
         with temporarily_clear_interpreter_stack():
             yield
 
     def lower(self, result: Any) -> Any:
-        """Return the result as the vmapped function sees it."""
+        """Return the result with hidden dimensions, as the vmapped function gets it."""
 
         def hide(x: Tensor) -> Tensor:
             for level in self.levels:
@@ -80,14 +80,14 @@ class Vmapped:
     func: Function
     levels: tuple[int, ...]
     hidden: tuple[tuple[int | None, ...], ...]
-    """By tensor and level, counted without dimensions of outer levels."""
+    """Hidden dimension per tensor and level, counted without the dimensions of outer levels."""
 
     @property
     def __name__(self) -> str:
         return f"vmap({function_name(self.func)})"
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call it; results without tensors stay."""
+        """Call the function; return results other than tensors as they are."""
         leaves, tree = pytree.tree_flatten((args, kwargs))
         places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
         plain: list[Any] = []

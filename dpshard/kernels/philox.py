@@ -1,14 +1,14 @@
-"""Normals by the element, for GPUs: the definition of their noise.
+"""Normals by element index: the definition of noise on GPUs.
 
 Philox with 4 words of 32 bits and 10 rounds is a stateless function of a key and a counter: Salmon et al. 2011,
-"Parallel random numbers: as easy as 1, 2, 3". So every device computes equal elements [a, b) without the others, up to
-the last bits of a logarithm and a cosine. It is not a cipher.
+"Parallel random numbers: as easy as 1, 2, 3". So every device can compute elements [a, b) without the others. They are
+equal up to the last bits of a logarithm and a cosine. It is not a cipher.
 
-160 bits name a stream: the key, and the upper three words of the counter. With 64 bits, two of 10^9 blocks would have
-equal noise with probability 2.7%. Element k lies in half k // HALF % 2 of a tile of 2 HALF elements. Both halves share
-the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first takes the cosine, the second the
-sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has 24 bits in float32, and 53 in
-float64.
+160 bits identify a stream: the key, and the upper three words of the counter. With 64 bits, two of 10^9 blocks would
+have equal noise with a probability of 2.7%. Element k lies in half k // HALF % 2 of a tile of 2 HALF elements. Both
+halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first takes the cosine, the
+second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has 24 bits in float32, and
+53 in float64.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 HALF = 512
-"""Counters per tile; part of the meaning of a stream."""
+"""Counters per tile; another value would change the noise of every stream."""
 
 Stream = Sequence[int]
 """64-bit integers: the key, and 96 bits for the counter, the lowest first."""
@@ -46,7 +46,7 @@ def philox(stream: Stream, counter: Tensor) -> list[Tensor]:
 def standard_normals(
     stream: Stream, start: int, stop: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Elements [start, stop) of `stream`, in float32 or float64; stop is at most 2**32."""
+    """Return elements [start, stop) of `stream`, in float32 or float64; stop is at most 2**32."""
     first, last = start // (2 * HALF), -(-stop // (2 * HALF))
     words = philox(stream, torch.arange(first * HALF, last * HALF, device=device))
     radius, fine = ((word & 2**31 - 1).to(dtype) for word in words[:2])
@@ -62,7 +62,7 @@ def standard_normals(
 
 
 def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """See triton.release_; here in float32 or float64."""
+    """Do what triton.release_ does, in float32 or float64."""
     norm_sq = torch.linalg.vector_norm(x).double().square()
     at, weight_V, streams_VB = 0, weights.tolist(), streams.tolist()
     for number, stream_V in enumerate(zip(*streams_VB, strict=True), start=start // block):

@@ -2,7 +2,7 @@
 
 [Note: Underflow]
 In float32, the square of a number below 1e-19 is below `tiny`, the smallest normal number, and loses bits or is zero. A
-large factor may bring the loss back: rows of 1e-23 and columns of 1e19 make gradients of 1e-4. Clipping is sound for
+large factor may make the loss visible: rows of 1e-23 and columns of 1e19 give gradients of 1e-4. Clipping is sound for
 any data if no measured norm is below the true one. So every sum of squares or products includes what underflow may
 hide. numerics.RESOLUTION covers rounding.
 
@@ -21,8 +21,8 @@ hide. numerics.RESOLUTION covers rounding.
 6. *Clipped sums.* A row times its factor may be off by less than tiny. The columns that it meets are shorter than 2e19,
    or the norm is infinite. So T positions of R rows change the sum by less than 3e-19 sqrt(R T). A column of one
    element is measured without a square, and may be as large as 3e38. But where T = 1 nothing cancels: flushing makes
-   the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients kept for their norm are summed
-   themselves.
+   the sum smaller, and rounding changes it by less than 3e-7 sqrt(R). Gradients that were stored for their norm are
+   summed directly.
 """
 
 from __future__ import annotations
@@ -31,5 +31,5 @@ import torch
 
 
 def hidden(terms: int, dtype: torch.dtype) -> float:
-    """Bound on what underflow hides of a sum in `dtype` of `terms` squares or products."""
+    """Return a bound on what underflow hides of a sum of `terms` squares or products in `dtype`."""
     return 8 * terms * torch.finfo(dtype).tiny

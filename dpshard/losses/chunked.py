@@ -36,7 +36,7 @@ def chunked_cross_entropy(
     `reduction` "mean" returns the mean over samples or positions. With `softcap` c, logits are c tanh(logits / c), as
     with `final_logit_softcapping` of Gemma 2 and VaultGemma.
 
-    Call it in the model's forward, because an engine does not see what happens outside. Works without an engine, too.
+    Call it in the model's forward, because an engine intercepts no calls outside. It works without an engine, too.
     Raises ConfigurationError for other shapes, and DataError for a label that is no class. On a GPU such a label gives
     NaN, or an assertion of the device.
     """

@@ -36,12 +36,12 @@ class Head:
     bias: Tensor | None
     """[V]"""
     dtype: torch.dtype
-    """Of products: autocast's, or that of the input."""
+    """Dtype of products: autocast's, or that of the input."""
     chunk: int
     softcap: float | None = None
-    """c, or None."""
+    """The cap c, or None."""
     versions: tuple[int, ...] | None = None
-    """Of weight and bias in forward, because gradients need the same logits; None: not compared."""
+    """Versions of weight and bias in forward, because gradients need the same logits. None: not compared."""
 
     def chunks(self) -> Iterator[slice]:
         """Yield the chunks of classes."""
@@ -49,7 +49,7 @@ class Head:
         return (slice(start, min(start + self.chunk, V)) for start in range(0, V, self.chunk))
 
     def versions_now(self) -> tuple[int, ...]:
-        """Return the versions of weight and bias."""
+        """Return the current versions of weight and bias."""
         return tuple(x._version for x in (self.weight, self.bias) if x is not None)
 
     def logits(self, hidden_BTD: Tensor, classes: slice) -> Logits:
@@ -88,7 +88,7 @@ class Logits(NamedTuple):
 
     values: Tensor
     slopes: Tensor | None
-    """Of the shape of `values`; None without a cap."""
+    """Slopes, in the shape of `values`; None without a cap."""
 
     def times_slopes(self, x: Tensor) -> Tensor:
         """Return `x` times the slopes."""
@@ -154,8 +154,8 @@ def positions_of(
 ) -> Positions:
     """Read the head once, for `hidden` [B, T, D] and labels [B, T].
 
-    `pull`: compute `pulled`. `gram`: from rows [B, T, n] to their inner products [B, T, T], or None. A label that is no
-    class gives NaN; on a CPU it raises DataError.
+    `pull`: compute `pulled`. `gram`: function from rows [B, T, n] to their inner products [B, T, T], or None. A label
+    that is no class gives NaN; on a CPU it raises DataError.
     """
     _refuse_other_labels(labels, len(head.weight))
     dtype = wide(hidden.new_empty(0)).dtype
@@ -172,7 +172,7 @@ def positions_of(
             at.label_slope = slope if at.label_slope is None else torch.where(own.any, slope, at.label_slope)
         logits.scatter_(2, own.index, logits.gather(2, own.index).masked_fill(own.any[..., None], -torch.inf))
         top = torch.maximum(at.top, logits.amax(2))
-        # A chunk of only the label, or of classes that the bias rules out, adds nothing.
+        # A chunk with only the label, or with classes whose bias is -inf, adds nothing.
         base = top.masked_fill(top == -torch.inf, 0)
         shrink = torch.exp(at.top - base)
         weights = logits.sub_(base[..., None]).exp_()
@@ -189,7 +189,7 @@ def positions_of(
 
 
 def _refuse_other_labels(labels: Tensor, classes: int) -> None:
-    # Elsewhere, reading the labels would wait for the device.
+    # On other devices, a read of the labels would wait for the device.
     if labels.device.type != "cpu" or torch.compiler.is_compiling() or not labels.numel():
         return
     least, largest = (int(x) for x in labels.aminmax())
@@ -208,7 +208,7 @@ def _finish(at: Positions, head: Head, hidden: Tensor, labels: Tensor) -> None:
             own if at.label_slope is None else own * at.label_slope[..., None]
         )
     if at.gram is not None:
-        # Softmax of t, without its own label, at the label of s. The product of both -1 is 1 where labels are equal.
+        # The value of rho_t at the label of s. Where both labels are equal, the product of both -1 is 1.
         crossed = _softmax_but_label(at, head.logits_at(hidden, labels), labels, labels)
         equal = (labels[..., None] == labels[:, None]).to(crossed.dtype)
         if at.label_slope is not None:

@@ -1,4 +1,4 @@
-"""The interface of rules: a torch function call, and the ways to record the use."""
+"""The interface of rules: a call of a torch function, and the methods that record the use of a parameter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class BatchAxis:
 
     dim: int
     adjacent: int = 0
-    """Adjacent rows of a sample among B * k. 0: all k ([B, k]); 1: none ([k, B]); K of a unit: [k / K, B, K]."""
+    """Number of adjacent rows of a sample among B * k. 0: all k rows ([B, k]); 1: [k, B]; K: [k / K, B, K]."""
     routed: bool = False
-    """True if the data decides the order of rows; each counts as a sample."""
+    """True if the data decides the order of rows; then each row counts as a sample."""
     most: int = 0
-    """The largest k in probes, if values of so few rows tell no order; otherwise 0."""
+    """The largest k in probes, if values of so few rows do not show the order; otherwise 0."""
 
     def require_order(self, k: int) -> None:
         """Raise BatchLayoutError unless the order of k rows of a sample is known."""
@@ -36,7 +36,7 @@ class BatchAxis:
             )
 
     def split(self, x: Tensor, batch_size: int) -> Tensor:
-        """Move the samples of `x` first, [B, ...]; the k rows of a sample become a dimension in place."""
+        """Return `x` as [B, ...]; the k rows of a sample become a dimension in place of the flattened one."""
         size = x.shape[self.dim]
         if size == batch_size:
             return x.movedim(self.dim, 0)
@@ -48,7 +48,7 @@ class BatchAxis:
         return x.flatten(self.dim + 1, self.dim + 2)
 
     def merge(self, x: Tensor, k: int) -> Tensor:
-        """Undo `split` for k rows per sample."""
+        """Return `x` as before `split`, for k rows per sample."""
         if k == 1:
             return x.movedim(0, self.dim)
         self.require_order(k)
@@ -59,12 +59,12 @@ class BatchAxis:
 
 
 Replay = Callable[[dict[str, Tensor]], Tensor]
-"""From trainable parameters by name to a derived tensor."""
+"""Function that computes a derived tensor from trainable parameters by name."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """A trainable parameter, or a tensor derived only from such (`w.t()`, `1 + w`)."""
+    """A trainable parameter, or a tensor derived from trainable parameters only (`w.t()`, `1 + w`)."""
 
     label: str
     """Parameter name, or the derivation: "__getitem__(positions, slice(None, 6, None))[0]"."""
@@ -79,25 +79,25 @@ class Source:
     exact: bool
     """True if equal labels mean equal functions of the parameters."""
     transpose_of: Source | None = None
-    """Its transpose is this source; records go there."""
+    """The source of which this one is the transpose; records go there."""
     slice_of: tuple[Source, int] | None = None
-    """The weight of all experts, and the number of this one: an element along dimension 0."""
+    """The weight of all experts, and this expert's index along dimension 0; else None."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe(ABC):
-    """Makes the records of one use; equal recipes may join uses."""
+    """Makes the records of one use. Uses with equal recipes may be recorded together."""
 
     axis: BatchAxis
     batch_size: int
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:
-        """Return a record for each source, of the kept tensors and the output gradient (last)."""
+        """Return a record for each source, from the kept tensors and the output gradient (last)."""
 
 
 Build = Recipe | Callable[..., Sequence[tuple[Source, Record]]]
-"""From the kept tensors and the output gradient (last) to the records."""
+"""Function from the kept tensors and the output gradient (last) to the records."""
 
 
 def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
@@ -106,7 +106,7 @@ def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor
 
 
 Hold = Callable[[Tensor], Tensor]
-"""See Call.hold."""
+"""Prepares a tensor for a function and its later tap; see Call.hold."""
 
 Output = tuple[Tensor, tuple[Tensor, ...]]
 """The output, and the tensors to keep for backward."""
@@ -119,9 +119,9 @@ class Planned:
     sources: tuple[Source, ...]
     recipe: Recipe
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
-    """From input, weight and bias, cut off from their sources."""
+    """Function of input, weight and bias, detached from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None
-    """From output gradient and weight to the input gradient, if other differentiable operands are sources."""
+    """Function from output gradient and weight to the input gradient; None unless weight and bias are sources."""
 
 
 class Call(Protocol):
@@ -139,7 +139,7 @@ class Call(Protocol):
         ...
 
     def plain(self, x: Any) -> Any:
-        """Return `x`, cut off from autograd if it is a source."""
+        """Return `x`, detached if it is a source."""
         ...
 
     def axis(self, x: Tensor) -> BatchAxis | None:
@@ -147,7 +147,7 @@ class Call(Protocol):
         ...
 
     def hold(self, x: Tensor) -> Tensor:
-        """Return `x` for a function and its later tap; pass the result to both."""
+        """Return `x` in a form for both a function and its later tap; pass the result to both."""
         ...
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Sequence[Source], build: Build) -> Tensor:
@@ -176,7 +176,7 @@ def batch_axis(call: Call, x: Tensor) -> BatchAxis:
 
 
 def spread(call: Call, x: Tensor, from_right: int, size: int, axis: BatchAxis) -> Tensor:
-    """Return source `x`, one copy per sample, for `size` = B * k rows of `axis` at dim -from_right."""
+    """Return source `x` with one copy per sample, for the `size` = B * k rows of `axis` at dimension -from_right."""
     source = call.source(x)
     assert source is not None
     B = call.batch_size
@@ -185,7 +185,7 @@ def spread(call: Call, x: Tensor, from_right: int, size: int, axis: BatchAxis) -
     if shape[dim] != 1:
         raise call.refuse(f"its dimension {dim} of size {shape[dim]} lies along the samples of the micro-batch")
     copies = call.per_sample(x).reshape(B, *shape)
-    # Size 1 at `dim` becomes the k rows of a sample.
+    # A dimension of size 1 at `dim` expands to the k rows of a sample.
     k = size // B
     of_copies = BatchAxis(dim, axis.adjacent, axis.routed, axis.most)  # dynamo cannot trace `replace`
     return of_copies.merge(

@@ -1,4 +1,4 @@
-"""Functions of torch.nn.functional that serve as their own composition."""
+"""Functions of torch.nn.functional whose own Python code is the composition."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dpshard.rules.registry import composite
 
 
 def _look_into(function: Any) -> None:
-    """Leave out the check that would hand the whole call to the mode again."""
+    """Register a function without its check for modes, which would pass the whole call to the mode again."""
     checks = ("has_torch_function", "has_torch_function_unary", "has_torch_function_variadic")
     scope = dict(vars(F), **dict.fromkeys(checks, lambda *_tensors: False))
     copy = types.FunctionType(function.__code__, scope, function.__name__, function.__defaults__, function.__closure__)

@@ -82,7 +82,7 @@ def _record(
     bias: Tensor | None,
     record: Callable[[Tensor, Tensor, torch.Size], Record],
 ) -> Tensor:
-    """Give `record` input and output gradient [B, k, ...], k images per sample."""
+    """Return the tapped output; `record` gets input and output gradient as [B, k, ...], k images per sample."""
     w, b = call.source(weight), call.source(bias)
     if input.dim() != weight.dim():
         raise call.refuse("its input has no batch dimension; pass [B, C, ...]")

@@ -1,7 +1,7 @@
 """How records of tensors derived only from trainable parameters go back to their roots.
 
-The Jacobian does not depend on the samples. Rearranging or selecting elements preserves norms, so only the clipped sum
-goes back; else the per-sample gradients do, by one vector-Jacobian product each.
+The Jacobian does not depend on the samples. A function that only rearranges or selects elements preserves norms, so
+only the clipped sum is pulled back. Otherwise each per-sample gradient is pulled back, by a vector-Jacobian product.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ISOMETRIC_NAMES = (
     *("view_as_complex", "view_as_real"),
 )
 ISOMETRIC = functions_named(_ISOMETRIC_NAMES)
-"""Move or pick elements, each at most once. A cast from real to complex numbers is not isometric."""
+"""Functions that move or select elements, each at most once. A cast from real to complex numbers is not isometric."""
 
 ISOMETRIC_PROPERTIES = frozenset({"T", "mT", "H", "mH"})
 
@@ -39,7 +39,7 @@ def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
 
 
 def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the gradients of the roots from that of the derived tensor; complex ones as parts."""
+    """Return the gradients of the roots, given that of the derived tensor; complex ones as real and imaginary parts."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     (roots,) = vjp(as_complex(gradient, replayed.dtype).to(replayed.dtype))
@@ -47,7 +47,7 @@ def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) ->
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
-    """Return records of the roots from one of the derived tensor."""
+    """Return records of the roots, given a record of the derived tensor."""
     leaves = {name: wide(values[name].detach()) for name in source.roots}
     replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
     gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)

@@ -28,14 +28,14 @@ ELEMENTWISE = functions_named(
 # Attention broadcasts its mask and learned queries like an elementwise function.
 @rule(*ELEMENTWISE, F.scaled_dot_product_attention)
 def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    """Any elementwise function of data, constants and parameters, with broadcasting."""
+    """Return an elementwise function of data, constants and parameters, with broadcasting."""
     args, kwargs = _spread_all(call, args, kwargs)
     return call.func(*args, **kwargs)
 
 
 @rule(torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_)
 def masked_fill(call: Call, input: Tensor, mask: Tensor, value: Tensor) -> Tensor:
-    """Replace masked elements by a scalar parameter, by `where`, because copies are not scalars."""
+    """Return `input` with masked elements replaced by a scalar parameter; by `where`, as its copies are no scalar."""
     if call.source(input) is not None:
         raise call.refuse("its output would be a parameter masked by the data; use torch.where")
     (input, mask, value), _ = _spread_all(call, (input, mask, value), {})

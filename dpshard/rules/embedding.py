@@ -26,7 +26,7 @@ def embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table [V, C]; reads of `padding_idx` have no gradient, as in torch."""
+    """Return rows of a table [V, C]; reads of `padding_idx` have no gradient, as in torch."""
     _refuse_options(call, max_norm, scale_grad_by_freq, sparse)
     output = F.embedding(input, call.plain(weight), padding_idx)
     return _record(call, input, output, weight, padding_idx)
@@ -41,7 +41,7 @@ def embedding_of_cpp(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Rows of a table in C++: weight first, and a `padding_idx` of -1 means none."""
+    """Return rows of a table for the C++ function: weight first, and `padding_idx` -1 means none."""
     _refuse_options(call, None, scale_grad_by_freq, sparse)
     output = torch.embedding(call.plain(weight), indices, padding_idx)
     return _record(call, indices, output, weight, None if padding_idx == -1 else padding_idx)
@@ -87,9 +87,9 @@ def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -
     *(torch.take_along_dim, Tensor.take_along_dim, torch.repeat_interleave, Tensor.repeat_interleave),
 )
 def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Any function that reads elements of a parameter at places that the data choose.
+    """Return elements of a parameter at places that the data chooses.
 
-    Run on the elements' numbers, it shows which.
+    The same function, applied to the numbers of the elements, shows which ones.
     """
     source, axis, B = call.source(table), call.output_axis, call.batch_size
     if source is None or axis is None:
@@ -131,7 +131,7 @@ def embedding_bag(
     include_last_offset: bool = False,
     padding_idx: int | None = None,
 ) -> Tensor:
-    """Bags of rows [N, C]: of ids [N, T], or of flat ids with the start of each bag."""
+    """Return bags of rows [N, C], for ids [N, T], or for flat ids with the start of each bag."""
     if offsets is None:
         starts = torch.arange(0, input.numel(), input.shape[1], device=input.device)
     else:

@@ -21,7 +21,10 @@ _linear = torch._C._nn.linear  # type: ignore[attr-defined]
 
 @rule(_linear)
 def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Y = x W^T + b with W [P, D] and x [..., D]; a vector W [D] or a broadcast bias goes by sample."""
+    """Return x W^T + b with W [P, D] and x [..., D].
+
+    A vector W [D] or a broadcast bias gets a copy per sample.
+    """
     broadcasts = bias is not None and call.source(bias) is not None and bias.shape != weight.shape[:1]
     if weight.dim() == 1 or broadcasts:
         return vectorized(call, *call.args, **call.kwargs)
@@ -31,14 +34,14 @@ def linear(call: Call, input: Tensor, weight: Tensor, bias: Tensor | None = None
 def _unviewed(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     output = _linear(input, weight, bias)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling() and output._is_view():
-        # A tap on addmm's view would make autograd copy the base's gradient, twice.
+        # With a tap on a view of addmm's output, autograd would copy the gradient of its base twice.
         return torch.ops.aten._unsafe_view.default(output, output.shape)
     return output
 
 
 @rule(torch.addmm, Tensor.addmm)
 def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    """Y = b + x W with W [D, P] and x [B * T, D]: the Conv1D of GPT-2."""
+    """Return b + x W with W [D, P] and x [B * T, D], as in the Conv1D of GPT-2."""
     if beta != 1 or alpha != 1 or call.source(mat1) or input.shape != mat2.shape[1:] or not _is_matrix(call, mat2):
         return vectorized(call, *call.args, **call.kwargs)
     return _record(call, lambda x, w, b: torch.addmm(b, x, w), mat1, mat2, input, transposed=True)
@@ -46,7 +49,7 @@ def addmm(call: Call, input: Tensor, mat1: Tensor, mat2: Tensor, *, beta: float 
 
 @rule(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
-    """Y = x W with W [D, P]; otherwise sample by sample."""
+    """Return x W with W [D, P]; run other products sample by sample."""
     if call.source(input) or not _is_matrix(call, other) or input.dim() < 2:
         return vectorized(call, input, other)
     return _record(call, lambda x, w, _: torch.matmul(x, w), input, other, None, transposed=True)
@@ -54,7 +57,7 @@ def matmul(call: Call, input: Tensor, other: Tensor) -> Tensor:
 
 @rule(Tensor.__rmatmul__)
 def rmatmul(call: Call, other: Tensor, input: Tensor) -> Tensor:
-    """`input @ other`, called on the right operand."""
+    """Return `input @ other`; Python calls this on the right operand."""
     return matmul(call, input, other)
 
 
@@ -96,7 +99,7 @@ def _record(
     axis, w, b = batch_axis(call, input), call.source(weight), call.source(bias)
     gradient = _through_transposed if transposed else _through
     if w is not None and w.transpose_of is not None:
-        # A head tied to an embedding joins it without a [V, C] per sample.
+        # The record of a head joins that of a tied embedding without a gradient [V, C] per sample.
         w, transposed = w.transpose_of, not transposed
     recorded, shape = w is not None, None if w is None else w.shape
     whole = recorded and (bias is None or b is not None)
@@ -104,7 +107,7 @@ def _record(
     def run(hold: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
         input = hold(input) if recorded else input
         output = product(input, weight, bias)
-        # Autocast multiplied in the output's precision.
+        # Under autocast, forward multiplied in the output's precision.
         return output, (input.to(output.dtype),) if recorded else ()
 
     recipe = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
@@ -123,7 +126,7 @@ def _through_transposed(g: Tensor, weight: Tensor) -> Tensor:
 @dataclass(frozen=True, slots=True)
 class _Products(Recipe):
     shape: tuple[int, ...] | None
-    """Of the weight, if a source."""
+    """Shape of the weight if it is a source, else None."""
     has_bias: bool
     transposed: bool
 

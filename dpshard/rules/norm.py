@@ -18,10 +18,10 @@ from dpshard.rules.registry import rule
 
 
 class Normalization(Protocol):
-    """A method, because dynamo of torch 2.11 hashes an object that it calls."""
+    """A normalisation. It has a method, because dynamo of torch 2.11 would hash an object that the code calls."""
 
     def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Output from input, weight and bias, or from neither."""
+        """Return the output for an input, with weight and bias or without."""
         ...
 
 
@@ -29,7 +29,7 @@ class Normalization(Protocol):
 class _Moments:
     eps: float
     groups: int = 0
-    """Of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
+    """Number of groups of channels, each normalised as a whole; 0: normalise the trailing dimensions."""
     centered: bool = True
 
 
@@ -78,7 +78,7 @@ def layer_norm(
     eps: float = 1e-5,
     *_cudnn: bool,
 ) -> Tensor:
-    """Weight and bias have the shape of the trailing dimensions."""
+    """Return layer norm; weight and bias have the shape of the trailing dimensions."""
     normalize = _LayerNorm(tuple(normalized_shape), eps)
     return _affine(call, input, weight, bias, normalize, _Moments(eps), trailing=True)
 
@@ -87,7 +87,7 @@ def layer_norm(
 def rms_norm(
     call: Call, input: Tensor, normalized_shape: Sequence[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Weight has the shape of the trailing dimensions."""
+    """Return RMS norm; weight has the shape of the trailing dimensions."""
     moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
     return _affine(call, input, weight, None, _RmsNorm(tuple(normalized_shape), eps), moments, trailing=True)
 
@@ -151,7 +151,7 @@ def batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> Tensor:
-    """In eval mode a fixed affine map per channel. Training mode, which mixes samples, is refused."""
+    """Return batch norm in eval mode, an affine map per channel. Training mode, which mixes samples, is refused."""
     if training:
         raise call.refuse(
             "BatchNorm mixes the samples of a batch, so no per-sample gradient exists. Replace it by GroupNorm "
@@ -181,10 +181,12 @@ def _affine(
     trailing: bool,
     repeated: bool = True,
 ) -> Tensor:
-    """Y = normalize(x) * w + b: sum over positions g * normalize(x) for the gradient of w, and g for that of b.
+    """Return normalize(x) * w + b.
 
-    `trailing`: w has the shape of the last dimensions, else of dimension 1. Backward normalises again, to save memory.
-    `moments`: None if not the input's own. `repeated`: False if `normalize` holds buffers, which calls may replace.
+    The gradient of w is the sum over positions of g * normalize(x), and that of b the sum of g. Backward normalises
+    again, to save memory. `trailing`: w has the shape of the last dimensions, else of dimension 1. `moments`: None
+    unless the mean and variance are those of the input. `repeated`: False if `normalize` holds buffers, which may be
+    other tensors in another call.
     """
     w, b = call.source(weight), call.source(bias)
     axis = batch_axis(call, input)
@@ -206,12 +208,12 @@ def _affine(
 @dataclass(frozen=True, slots=True)
 class _Sums(Recipe):
     weight: tuple[int, ...] | None
-    """Its shape, if a source."""
+    """Shape of the weight if it is a source, else None."""
     bias: tuple[int, ...] | None
     normalize: Normalization
     moments: _Moments | None
     rank: int
-    """Of a sample."""
+    """Number of dimensions of a sample."""
     trailing: bool
 
     def __call__(self, *tensors: Tensor) -> Sequence[Record]:

@@ -22,10 +22,10 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     name, arguments = function_name(func), (*args, *kwargs.values())
     alike = output.is_complex() == tensors[0].is_complex()
     if torch.compiler.is_compiling():
-        # Never replayed; dynamo cannot rebuild every closure.
+        # Dynamo cannot rebuild every closure, and this source is never replayed.
         replay = _never_replayed
     elif name in _CASTS and len(parents) == 1 and alike:
-        # The cast would round the clipped sum in half precision.
+        # A replay of the cast would round the clipped sum in half precision.
         replay = parents[0].replay
     else:
         replay = _replay_of(func, args, kwargs, sources, index)
@@ -68,7 +68,7 @@ def _never_replayed(values: dict[str, Tensor]) -> Tensor:
 
 
 def _element(index: Any) -> int | None:
-    """Return the one element along dimension 0 that an index picks."""
+    """Return the element along dimension 0 if an index picks exactly one, else None."""
     if isinstance(index, Tensor):
         whole = index.dim() == 0 and index.dtype != torch.bool and not index.is_floating_point()
     else:
@@ -77,7 +77,7 @@ def _element(index: Any) -> int | None:
 
 
 def _is_basic(index: Any) -> bool:
-    """Return False for a tensor or a list, which may pick an element twice."""
+    """Return False if an index has a tensor or a list, which may pick an element twice."""
     indices = index if isinstance(index, tuple) else (index,)
     return all(isinstance(i, (int, slice, type(None), type(...))) for i in indices)
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from dpshard.rules.registry import composite
 
 State = tuple[Tensor, ...]
-"""Of a cell: h, and for an LSTM c, each [B, H]."""
+"""State of a cell: h, and for an LSTM also c, each [B, H]."""
 Cell = Callable[[Tensor, State, Tensor, Tensor | None], State]
-"""(x W_ih^T + b_ih, state, W_hh, b_hh) -> the next state."""
+"""Function of (x W_ih^T + b_ih, state, W_hh, b_hh) that returns the next state."""
 
 
 def _lstm(gates_x: Tensor, state: State, w_hh: Tensor, b_hh: Tensor | None) -> State:
@@ -47,7 +47,7 @@ def _run(
 ) -> tuple[list[Tensor], State]:
     """Return the outputs of all steps, and the last states.
 
-    In packed sequences the last rows end; backwards in time, they begin, from their rows of `state`.
+    In packed sequences, the last rows end first. Backward in time, they begin later, from their rows of `state`.
     """
     start, outputs, ended = state, [], []
     state = tuple(part[: len(steps[0])] for part in state)
@@ -77,7 +77,7 @@ def _layers(
     train: bool,
     bidirectional: bool,
 ) -> tuple[Tensor, ...]:
-    """Run all layers over x [T, B, D] or packed rows [sum(sizes), D]; return outputs and last states [L, B, H]."""
+    """Return outputs, and last states [L, B, H], for x [T, B, D] or packed rows [sum(sizes), D]."""
     directions = 2 if bidirectional else 1
     each = len(weights) // (num_layers * directions)
     last: list[State] = []
@@ -103,9 +103,10 @@ def _layers(
 
 
 def _packed(state: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
-    """Turn states [L, B, H] into L states [B, H], as sequences of length L, so that rows keep their samples.
+    """Return the L states [B, H] of `state` [L, B, H].
 
-    `rows` [B, D] have samples, which new zeros would lack.
+    They are packed as B sequences of length L, so that routing follows the samples of their rows. `rows` [B, D] carry
+    samples, and new zeros would not.
     """
     if not state.requires_grad and not state.any():
         return tuple(torch.zeros_like(rows[:, :1]) + zeros[:1] for zeros in state)

@@ -12,24 +12,24 @@ Rule = Callable[..., Any]
 RULES: dict[Function, Rule] = {}
 
 ROUTED_RULES: dict[Function, Rule] = {}
-"""Rules that depend on where routed rows lie."""
+"""Rules for functions in which the position of routed rows matters."""
 
 COMPOSITES: dict[Function, Function] = {}
-"""Functions replaced by the same in other torch functions."""
+"""Functions that are replaced by equal compositions of other torch functions."""
 
 
 def rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule; it gets the Call and the function's arguments."""
+    """Return a decorator that registers a rule. A rule gets the Call and the function's arguments."""
     return _put_into(RULES, *functions)
 
 
 def routed_rule(*functions: Function) -> Callable[[Rule], Rule]:
-    """Register a rule for routed rows."""
+    """Return a decorator that registers a rule for routed rows."""
     return _put_into(ROUTED_RULES, *functions)
 
 
 def composite(function: Function) -> Callable[[Function], Function]:
-    """Register a replacement, with equal arguments and result."""
+    """Return a decorator that registers a replacement with equal arguments and result."""
     return _put_into(COMPOSITES, function)
 
 

@@ -1,7 +1,8 @@
-"""Routed rows, as experts get them; `Call.samples` has the sample of each.
+"""Rules for routed rows, as experts get them. `Call.samples` holds the sample of each row.
 
-Rules by row treat rows as samples; `records.of_samples` assigns their records. Grouped products depend on where rows
-lie, so they have their own rule. An expert without rows has a gradient of zero, and noise like any other.
+Most rules treat each row as a sample, and `records.of_samples` assigns the records to samples. A grouped product
+depends on the position of rows, so it has its own rule. An expert without rows has a gradient of zero, and gets noise
+like any other.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from dpshard.rules.registry import routed_rule
 from dpshard.rules.torch_functions import functions_named
 
 GROUPED = functions_named(["grouped_mm", "_grouped_mm"], (F, torch))
-"""Rows [N, K], sorted by group, times a weight per group [G, K, P]; `offs` [G]: ends of the groups."""
+"""Rows [N, K], sorted by group, times a weight per group [G, K, P]. `offs` [G] are the ends of the groups."""
 
 
 @routed_rule(*GROUPED)
 def grouped_mm(
     call: Call, mat_a: Tensor, mat_b: Tensor, *, offs: Tensor | None = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor:
-    """Y_n = x_n W_g; see GROUPED."""
+    """Return y_n = x_n W_g for every row n of group g; see GROUPED."""
     axis = None if call.source(mat_a) is not None else call.axis(mat_a)
     if axis is None or not axis.routed or mat_a.dim() != 2:
         raise call.refuse("its first argument is not [N, K] with the rows that were routed", advise=False)
@@ -46,7 +47,7 @@ def grouped_mm(
 
 
 def without_rows(source: Source, like: Tensor, batch_size: int) -> tuple[Source, Record]:
-    """Return the record of an expert without rows."""
+    """Return the record, zero, of an expert without rows."""
     weight = source if source.slice_of is None else source.slice_of[0]
     none = torch.zeros(0, dtype=torch.int64, device=like.device)
     rows, cols = like.new_zeros(0, 1), like.new_zeros(0, (1, *weight.shape)[-1])
@@ -58,6 +59,6 @@ def at_samples(source: Source, record: Record, sample_N: Tensor, batch_size: int
     record = of_samples(record, sample_N, batch_size)
     if source.slice_of is None or not isinstance(record, RoutedProduct):
         return source, record
-        # There it joins the other experts' records.
+        # The record of the weight of all experts joins the other experts' records.
     weight, group = source.slice_of
     return weight, replace(record, group=torch.full_like(record.group, group), shape=torch.Size(weight.shape))

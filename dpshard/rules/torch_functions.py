@@ -55,7 +55,7 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
 
 
 class Passthrough:
-    """A process-wide switch, on while a framework gathers and frees parameters: modes pass calls through."""
+    """A process-wide switch. While it is on, because a framework gathers or frees parameters, modes change no call."""
 
     on = False
 

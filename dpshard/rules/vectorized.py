@@ -39,7 +39,7 @@ from dpshard.rules.registry import rule
     F.pairwise_distance,
 )
 def vectorized(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    """Run the function under vmap; parameters enter as [B, *shape]."""
+    """Return the function's result under vmap; parameters enter as [B, *shape]."""
     if call.output_axis is None:
         raise call.refuse("its output carries no samples of the micro-batch")
     B, axis_out = call.batch_size, call.output_axis
@@ -54,7 +54,7 @@ def vectorized(call: Call, *args: Any, **kwargs: Any) -> Tensor:
             batched.append(call.per_sample(leaf))
         elif axis is not None:
             k = leaf.shape[axis.dim] // B
-            # The function expects a sample's rows as a dimension, even one row.
+            # The function expects a dimension of a sample's rows, even with one row.
             rows_first = axis.split(leaf, B)
             batched.append(rows_first.unsqueeze(axis.dim + 1) if k == 1 else rows_first)
         else:

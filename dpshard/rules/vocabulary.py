@@ -1,8 +1,8 @@
 """`dpshard.losses.chunked_cross_entropy`: a vocabulary head and its loss in one use.
 
 [Note: A head that was written]
-Backward computes the logits again. With weights written since, a gradient could exceed its norm without bound. Versions
-of tensors show most writes, checksums those through `.data` or NumPy.
+Backward computes the logits again. If the weights were written since, a gradient could exceed its measured norm without
+bound. Versions of tensors reveal most writes, and checksums reveal those through `.data` or NumPy.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from dpshard.rules.call import Call, Source, batch_axis
 from dpshard.rules.registry import rule
 
 _GRAM_PAYS = 4
-"""Positions of a sample, over features, up to which Gram matrices cost less than gradients in chunks.
+"""Largest T / D for which Gram matrices cost less than gradients in chunks.
 
-They take T / (2 D) to T / D products of the head, gradients in chunks two.
+Gram matrices cost T / (2 D) to T / D products of the head, and gradients in chunks cost two.
 """
 
 
@@ -38,7 +38,7 @@ def chunked_token_losses(
     chunk_size: int | None,
     softcap: float | None,
 ) -> Tensor:
-    """Losses of positions [..., T], with hidden [..., T, D], a weight [V, D] and a bias [V]."""
+    """Return the losses [..., T] of positions, for hidden [..., T, D], a weight [V, D] and a bias [V]."""
     axis, B = batch_axis(call, hidden), call.batch_size
     if axis.routed:
         raise call.refuse("the data picked its rows; pass all positions, and ignore_index as their label", advise=False)
@@ -76,7 +76,8 @@ def _bits(head: Head) -> Tensor:
 def unless_written(scale_BT: Tensor, same: Tensor, *, wait: bool) -> Tensor:
     """Return `scale_BT` if all of `same` hold; see [Note: A head that was written].
 
-    Otherwise raises LogicalBatchError or, without `wait` for a device, returns NaN, so the samples are dropped.
+    Otherwise raise LogicalBatchError. Unless `wait`, return NaN instead, which drops the samples without a wait for the
+    device.
     """
     if not wait:
         return torch.where(same.all(), scale_BT, torch.nan)

@@ -1,8 +1,8 @@
 """Verify that collate_fn treats samples separately.
 
-Half of the rows become copies of one sample; the other half must not change. Nothing is compared if generators end in
-other states. Rows may be sorted and padded; if lengths differ, only cuts are detected. Without random numbers, reversed
-units must give reversed output.
+Half of the rows become copies of one sample; the other half must not change. Nothing is compared if the random
+generators end in different states. Rows may be sorted and padded. If lengths differ, only cuts are detected. If no
+random numbers are drawn, reversed units must give reversed output.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from dpshard.randomness import host_states, restore_host
 from dpshard.sampling.units import are_plain
 
 ROUNDING = 1e-4
-"""Relative to the largest number of a row."""
+"""Largest difference by rounding, relative to the largest number of a row."""
 SPLITS = 2
 SEEDS = 24
-"""Draws to confirm a fault."""
+"""Seeds to confirm a fault."""
 
 
 def verified_collation(
     collate_fn: Callable[[list[Any]], Any] | None, rows_per_unit: int = 1
 ) -> Callable[[list[Any]], Any] | None:
-    """Return a verified `collate_fn`, except torch's own."""
+    """Return a `collate_fn` that is verified when it is called; torch's own as it is."""
     return collate_fn if collate_fn in (None, default_collate) else CollationVerified(collate_fn, rows_per_unit)
 
 
@@ -77,7 +77,7 @@ def verify_collation(
     call: int,
     rows_per_unit: int = 1,
 ) -> None:
-    """Require rows to stay when others change, and to stay in their unit."""
+    """Raise VerificationError unless rows stay when other rows change, and stay in their unit."""
 
     def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
         generators.restore(begin)
@@ -86,7 +86,7 @@ def verify_collation(
     expected, end = run(rows, begin)
     again, _ = run(rows, begin)
     if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
-        return  # it draws from other generators
+        return  # it draws from generators that cannot be reset
     if rows_per_unit > 1 and end == _frozen(begin):
         reverse = [
             i
@@ -106,7 +106,7 @@ def verify_collation(
             if found is None:
                 continue
             if end != other_end:
-                return  # the content of a row decides the number of draws
+                return  # the content of a row decides how many numbers are drawn
             if (fault := _fault(expected, found, kept)) is not None:
                 suspects.append((fault, others, kept))
     for fault, others, kept in suspects:
@@ -245,7 +245,7 @@ def _copied(x: Any) -> Any:
 
 
 class _Generators:
-    """Generators of torch, NumPy, Python, and those of a function."""
+    """The random generators of torch, NumPy and Python, and those that a function holds."""
 
     def __init__(self, function: Any) -> None:
         found = {id(x): x for x in _held(function, 3)}

@@ -1,8 +1,8 @@
-"""Change the inputs of some rows, and the order: outputs and losses of other rows must not move.
+"""Change the inputs of some rows, and the order: outputs and losses of other rows must not change.
 
-Rows K, a random half, get other inputs. Outputs of the other rows J may not move. A sum of losses of single samples is
-additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, so a gather of other ranks' rows
-shows.
+Rows K, a random half, get other inputs. Outputs of the other rows J must not change. A sum of losses of single samples
+is additive: L(K, J) - L(K', J) - L(K, J') + L(K', J') = 0. All ranks change K at once, so that a forward which gathers
+other ranks' rows is detected.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dpshard.verification.tolerances import differ, largest_differences, row_bou
 
 
 class Others(Enum):
-    """Inputs of the other rows."""
+    """The inputs that changed rows get."""
 
     MOVED = auto()  # each row gets those of another row
     SCALED = auto()  # outliers
@@ -38,9 +38,9 @@ def verify_company(
     *,
     both: bool,
 ) -> None:
-    """Require other inputs in some rows to move no outputs or losses of the other rows.
+    """Raise VerificationError if other inputs in some rows change outputs or losses of the other rows.
 
-    `shapes`: outputs for the chosen samples, and for the first. `both`: change each half in turn.
+    `shapes`: outputs for the chosen samples, and for the first of them alone. `both`: change each half in turn.
     """
     run, loss = repeated.run, repeated.loss
     if run.rows < 2 or len(repeated.chosen) < 2:
@@ -68,7 +68,7 @@ def verify_company(
         if after is None and scaled:
             scaled, after = False, with_others(first, scaled=False)
         scalars = [i for i, x in enumerate(before) if x.dim() == 0 and (i >= len(places) or places[i] is None)]
-        # A mask by a threshold may stay the same for one half.
+        # With one half changed, a mask by a threshold may stay the same.
         third = with_others(second, scaled=scaled) if both or scalars else None
         for now, kept in ((after, second), (third, first)):
             _verify_rows(repeated, before, now, places, kept)
@@ -83,7 +83,10 @@ def verify_company(
 
 
 def _verify_order(repeated: RepeatedCall, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
-    """Sorting may leave one order as it is. Turned, padding comes first and may use up a capacity."""
+    """Verify outputs of the reversed rows, because sorting may leave one order as it is.
+
+    In reverse, padding comes first, where it may use up a capacity.
+    """
     everyone = range(repeated.run.batch_size)
     turned = repeated.values_if_it_runs(everyone[::-1], run=repeated.run)
     if turned is None:
@@ -153,7 +156,7 @@ _MIXES = (
 
 
 def verify_additive(repeated: RepeatedCall, losses: Sequence[Tensor]) -> None:
-    """Require the change in both halves to be the sum of those in each."""
+    """Raise VerificationError unless the change of losses for both halves is the sum of the changes for each."""
     a, b, c, d = (float(x) for x in losses)
     largest = max(abs(a), abs(b), abs(c), abs(d))
     if not np.isfinite(largest):
@@ -172,13 +175,13 @@ def verify_additive(repeated: RepeatedCall, losses: Sequence[Tensor]) -> None:
 
 
 def verify_other_ranks(repeated: RepeatedCall, rank: int, world_size: int) -> None:
-    """Require inputs of other ranks to move nothing here; all ranks call it."""
+    """Raise VerificationError if inputs of other ranks change anything on this rank. All ranks must call it."""
     if world_size == 1 or repeated.run.rows < 2:
         return
     everyone = list(range(repeated.run.batch_size))
     before = repeated.values(everyone)
     apart = False
-    for parity in (0, 1):  # a rank raises only after the runs of all
+    for parity in (0, 1):  # a rank raises only after all ranks have run
         run, loss = repeated.run, repeated.loss
         if rank % 2 == parity:
             rows = [0] * run.batch_size

@@ -11,16 +11,16 @@ from torch import Tensor
 from dpshard.records import as_real
 
 WIDTHS = (4093, 4091, 4079)
-"""The first that does not divide the number of elements; primes spread matrix columns."""
+"""The width is the first that does not divide the number of elements. Primes spread matrix columns."""
 _ROWS = 256
-"""Sketches' worth of a gradient at a time."""
+"""Number of widths of a gradient that are sketched at once, which limits memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sketch:
     """The norm of a gradient, and a linear image that nearly keeps norms of differences.
 
-    Elements get random signs and are summed in some 4,000 places; smaller gradients stay whole. The image's squared
+    Elements get random signs and are summed in some 4,000 places; smaller gradients are kept whole. The image's squared
     norm is unbiased, with relative standard deviation about sqrt(2 / 4000). Charikar, Chen and Farach-Colton 2002,
     "Finding frequent items in data streams".
     """

@@ -1,4 +1,4 @@
-"""Compare gradients of samples together with each sample's by plain autograd."""
+"""Compare the per-sample gradients of a micro-batch with those of each sample alone, by plain autograd."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from dpshard.verification.tolerances import tolerance_across_sizes
 
 MAGNIFIED = 1e3
 _LARGEST = 1e18
-"""Squares of larger norms overflow float32."""
+"""Largest norm that is compared; squares of larger norms overflow float32."""
 _UNRESOLVED = 1e-13
-"""Squares of smaller norms may underflow in float32."""
+"""Norm below which differences do not count, because squares may underflow in float32."""
 
 
 class Differentiated(Protocol):
@@ -38,12 +38,12 @@ class Differentiated(Protocol):
     parameters: dict[str, nn.Parameter]
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """Return the tensors that forwards use; the gradient is their sum."""
+        """Return the tensors that forwards use for a parameter; its gradient is the sum of theirs."""
         ...
 
 
 class Found:
-    """Norms by group and sketched clipped sums by parameter."""
+    """A Sink for verification: norms by group, and sketched clipped sums by parameter."""
 
     def __init__(self, roots: Roots) -> None:
         self._roots = roots
@@ -78,10 +78,11 @@ def verify_gradients(
     magnified: bool = False,
     both_orders: bool = False,
 ) -> None:
-    """Require norms and clipped sums of the chosen samples together to be those of each alone.
+    """Raise VerificationError unless norms and clipped sums of the chosen samples together are those of each alone.
 
-    `outlier`: the sample with scaled inputs; its gradient rounds more. `magnified`: larger gradients trigger code that
-    clips those of activations. `both_orders`: sorting may hide in one.
+    `outlier`: the sample with scaled inputs, whose gradient has more rounding. `magnified`: scale gradients up, to
+    trigger code that clips gradients of activations. `both_orders`: repeat with samples reversed, because one order
+    may hide that the model sorts them.
     """
     size = MAGNIFIED if magnified else 1.0
     chosen, n = repeated.chosen, len(repeated.chosen)
@@ -155,13 +156,13 @@ def _if_it_runs(take: Callable[[list[int]], _Taken], samples: list[int]) -> _Tak
 
 
 def differentiate(value: Tensor, parameters: list[Tensor]) -> None:
-    """Hooks and anchors take the gradients."""
+    """Run backward; hooks and anchors take the gradients."""
     if not parameters:
         return
     try:
         torch.autograd.grad(value, parameters, allow_unused=True)
     except RuntimeError as error:
-        # Messages of torch and of DeepSpeed.
+        # These are messages of torch and of DeepSpeed.
         if "use_reentrant" not in str(error) and "Checkpointing is not compatible with .grad()" not in str(error):
             raise
         raise UnsupportedParameterError(REENTRANT) from error
@@ -173,12 +174,12 @@ def sketched_gradients(
     parts: Parts | None = None,
     inputs: Sequence[Tensor] = (),
 ) -> dict[str, Sketch]:
-    """Return sketches by name, with one whole gradient in memory; of DTensors, this rank's part."""
+    """Return sketches of the gradients by name, for DTensors of this rank's part; hold one gradient at a time."""
     found: dict[str, Sketch] = {}
     several: dict[str, Tensor] = {}
 
     def note(name: str, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:  # the graph reaches the parameter, but no gradient does
+        if gradient is None:  # the parameter is in the graph, but gets no gradient
             return None
         own = gradient if parts is None else _own_part(name, gradient, parameter, parts)
         if len(parameters[name]) == 1:
@@ -187,7 +188,7 @@ def sketched_gradients(
             several[name] = several[name] + own if name in several else own
         if is_placed(gradient):
             return gradient
-        return gradient.new_zeros(()).expand_as(gradient)  # backward keeps its result; this one takes no memory
+        return gradient.new_zeros(()).expand_as(gradient)  # backward keeps this; an expanded zero is small
 
     with ExitStack() as hooks:
         for name, tensors in parameters.items():
@@ -204,7 +205,7 @@ def _own_part(name: str, gradient: Any, parameter: Any, parts: Parts) -> Tensor:
 
 
 def _of_all_parts(parts: Parts | None, squares: Sequence[dict[str, float]]) -> list[dict[str, float]]:
-    """Return squared norms over the ranks with parts of the model; all call it with the same names."""
+    """Return squared norms over all ranks with parts of the model. They must all call it with the same names."""
     values = [(name, x) for some in squares for name, x in some.items()]
     if parts is None or not values:
         return list(squares)
@@ -226,23 +227,23 @@ def verify_norms_and_sums(
     size: float,
     causes: str | None = None,
 ) -> None:
-    """Require `norms` and the sums `together` to be those of `singles`."""
+    """Raise VerificationError unless `norms` and the sums `together` agree with those of `singles`."""
     tolerance = tolerance_across_sizes(parameters, half=half)
     eps = min(max((torch.finfo(p.dtype).eps for p in parameters), default=0.0), torch.finfo(torch.float32).eps)
     parts = clipper.roots.parts
     squares = _of_all_parts(parts, [{name: float(x.norm.square()) for name, x in single.items()} for single in singles])
     of_all_layers = [math.sqrt(sum(square.values())) for square in squares]
-    # Training also drops and counts samples without a finite gradient, or square of it.
+    # Training, too, drops and counts samples whose gradient, or its square, is not finite.
     finite = [norm < _LARGEST and keep for norm, keep in zip(of_all_layers, watched, strict=True)]
     if not any(finite):
         return
     of_all = all(finite)
-    # A gradient that cancels (the bias of attention's keys) has the rounding of its terms.
+    # A gradient whose terms cancel (the bias of attention's keys) has the rounding of these terms.
     rounding = 64 * eps * max(norm for norm, keep in zip(of_all_layers, finite, strict=True) if keep)
     rounding = max(rounding, _UNRESOLVED * size)  # blank samples
     for group in clipper.groups:
         if not group.names:
-            continue  # of another stage of the pipeline
+            continue  # these parameters are in another stage of the pipeline
         alone = [math.sqrt(sum(square[name] for name in group.names if name in square)) for square in squares]
         exact = torch.tensor(alone, dtype=torch.float64, device="cpu")
         found = norms.get(group.index, torch.zeros_like(exact)).double().cpu()
@@ -251,7 +252,7 @@ def verify_norms_and_sums(
             if not bool(norms_agree):
                 raise _failure(group, group.names[0], exact, found, causes)
             continue
-        device = clipper.roots.values[group.names[0]].device  # a user's function gets norms there in training
+        device = clipper.roots.values[group.names[0]].device  # in training, a user's function gets norms there
         factor = clipper.function.factor(exact.to(device), group.threshold).cpu()
         (off_sq,) = _of_all_parts(parts, [{name: _difference(name, together, singles, factor) for name in group.names}])
         off = {name: math.sqrt(x) for name, x in off_sq.items()}
@@ -259,7 +260,7 @@ def verify_norms_and_sums(
         # Relative to one sample's contribution, because the sum may cancel.
         slack = rounding * float(factor.max())
         sums_agree = math.hypot(*off.values()) <= tolerance * float((factor * exact).max()) + slack
-        # A balancing loss's small gradient hides in the group's norm. Half precision rounds small gradients more.
+        # A group's norm may hide the small gradient of a balancing loss. Half precision rounds small gradients more.
         parts_agree = half or all(
             off[name] <= tolerance * max(f * x for f, x in zip(factor.tolist(), own[name], strict=True)) + slack
             for name in group.names

@@ -1,4 +1,4 @@
-"""Gradients of a stage's inputs, which must be of each sample alone."""
+"""Gradients of a pipeline stage's inputs: row i must depend on sample i only."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Gradients = list[Tensor | None]
 
 
 class InputGradients:
-    """Takes the gradients of inputs that require one."""
+    """Collects the gradients of inputs that require one."""
 
     def __init__(self, run: Run) -> None:
         self._places = [
@@ -25,7 +25,7 @@ class InputGradients:
         ]
         self._dims = run.dims
         self.inputs: list[Tensor] = []
-        """Of the latest forward."""
+        """The inputs of the latest forward."""
         self._gradients: Gradients = []
 
     def watched(self, run: Run) -> Run:
@@ -62,7 +62,7 @@ class InputGradients:
         tolerance: float,
         watched: Sequence[bool],
     ) -> None:
-        """Require gradients together, times `weight`, to be of each `watched` sample alone."""
+        """Raise VerificationError unless gradients together, times `weight`, are those of `watched` samples alone."""
         for i in self._places:
             dim = self._dims[i] or 0
             rows = [_rows_in_double(single[i], dim) for single in singles]

@@ -1,8 +1,9 @@
-"""Tensors that forward leaves with their graph, for the loop to add to the loss.
+"""Tensors that forward stores with their graph, so that the loop can add them to the loss.
 
 [Note: Kept tensors]
-Models often keep a load-balancing loss (`self.l_aux`). If samples decide a tensor's values, but their number not its
-shape, it must be a loss of single samples. One with rows of samples is compared like an output.
+Models often keep a load-balancing loss (`self.l_aux`). A tensor may depend on the samples while its shape does not
+depend on their number. It must then be a sum or mean of per-sample losses. A tensor with a row per sample is compared
+like an output.
 """
 
 from __future__ import annotations
@@ -36,12 +37,12 @@ def tensors_kept(model: nn.Module, output: Any, *, with_graph: bool) -> dict[str
 
 
 def rows_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor], n: int) -> list[str]:
-    """Return the paths of those with rows of samples."""
+    """Return the paths of the tensors with a row per sample."""
     return [path for path, x in together.items() if path in alone and sample_dim(x, alone[path], n) is not None]
 
 
 def statistics_kept(together: Mapping[str, Tensor], alone: Mapping[str, Tensor]) -> list[str]:
-    """Return the paths of those without rows that depend on samples."""
+    """Return the paths of the tensors without such rows that depend on the samples."""
     return [
         path
         for path, x in together.items()
@@ -64,7 +65,7 @@ def objective_of(model: nn.Module, path: str, like: Tensor) -> Objective:
 
 
 def statistic_error(path: str, error: VerificationError) -> VerificationError:
-    """Return the error for a kept statistic that is no loss of single samples."""
+    """Return the error for a kept statistic that is no sum or mean of per-sample losses."""
     return VerificationError(
         f"{path}: forward leaves a tensor with its graph here that depends on several samples, and the loop may add "
         f"it to the loss. To log it, keep detach() of it; drop a loss that balances or compares samples. {error}"

@@ -1,8 +1,8 @@
-"""Remove the longest rows: less padding must not move the outputs of other rows.
+"""Remove the longest rows: less padding must not change the outputs of other rows.
 
-If a scale follows the length (dynamic RoPE), one long document affects all others. So the longest rows go, with the
-columns at either end in which no integer input of another row changes. A mask must be 0 there. Without a mask, two rows
-or more must hold one id there.
+If a scale follows the length (dynamic RoPE), one long document affects all others. So the longest rows are removed.
+Columns at either end go, too, if no integer input of another row changes there. A mask must be 0 there. Without a mask,
+two rows or more must hold one id there.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dpshard.verification.tolerances import largest_differences, scale, toleranc
 
 
 def verify_lengths(repeated: RepeatedCall) -> None:
-    """Require outputs not to depend on the longest rows."""
+    """Raise VerificationError if the outputs of other rows depend on the longest rows."""
     for at_end in (True, False):
         found = _without_longest(repeated.run, at_end=at_end)
         if found is None:
@@ -33,7 +33,7 @@ def verify_lengths(repeated: RepeatedCall) -> None:
             return  # the shape of another input depends on the length
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
-                continue  # rounding at another size decides ties
+                continue  # at another size, rounding may decide ties in another way
             if x.dim() == 0 and y.dim() == 0 and _is_masked(repeated.run, rest, at_end=at_end):
                 x, y = x[None], y[None]
             elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
@@ -63,7 +63,7 @@ def _sequences(run: Run) -> list[int]:
 
 
 def _padding(run: Run, *, at_end: bool) -> Tensor:
-    """Count the positions [B] at one end with one value in every integer input; 1 counts as 0."""
+    """Return [B]: how many positions at one end have one value in every integer input. 1 counts as 0."""
     inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)

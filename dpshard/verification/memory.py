@@ -1,8 +1,9 @@
 """Verify that a model keeps nothing of a sample for later samples.
 
-Run A, or another A' of its shape, and then B. A buffer that differs after A and A' holds data, and the state dict
-publishes it. An attribute may differ until B overwrites it. B after A must equal B after A', and B first: globals and
-closures cannot be restored. Counters depend only on shapes.
+A run of samples A, or of others A' of equal shape, precedes a run of B. A buffer that differs after A and A' holds
+data, which the state dict would publish. An attribute may differ until B overwrites it. Outputs of B must be equal
+after A, after A', and first. This comparison covers globals and closures, which cannot be restored. Counters may
+change, because they depend only on shapes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dpshard.verification.tolerances import differ
 
 
 def others_of(repeated: RepeatedCall) -> list[Run]:
-    """Return runs with another first chosen sample, an outlier first."""
+    """Return runs in which the first chosen sample has other inputs; in the first run, those of an outlier."""
     run, first = repeated.run, repeated.chosen[0]
     rows = list(range(run.batch_size))
     other = replaced(run, [*rows[:first], repeated.chosen[-1], *rows[first + 1 :]])
@@ -32,7 +33,7 @@ def others_of(repeated: RepeatedCall) -> list[Run]:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """What every forward changes alike."""
+    """State that every forward changes in the same way, whatever the samples."""
 
     paths: frozenset[str] = frozenset()
     decide: bool = False
@@ -40,7 +41,7 @@ class Counters:
 
 
 def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bool) -> Counters:
-    """Require the model to keep nothing of a sample; return what every forward changes alike."""
+    """Raise UnsupportedParameterError if the model keeps something of a sample; return its counters."""
     run, one = repeated.run, [repeated.chosen[0]]
     alone = repeated.values(one)
     state = repeated.state

@@ -1,4 +1,4 @@
-"""The scalars to differentiate and compare."""
+"""Objectives: the scalars that verification differentiates."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Loss:
 
     loss_fn: Callable[..., Tensor]
     targets: tuple[Tensor, ...]
-    """Dimensions: samples, then their rows if `rows_per_unit` > 1."""
+    """Targets, with samples in dimension 0; with `rows_per_unit` > 1, their rows in dimension 1."""
     rows_per_unit: int = 1
 
     def of(self, output: Any, samples: Sequence[int]) -> Tensor:
@@ -65,7 +65,7 @@ Objective = Callable[[Any, Sequence[int]], Tensor]
 
 
 def objectives(together: Sequence[Any], alone: Sequence[Any], chosen: Sequence[int], *, mean: bool) -> list[Objective]:
-    """Return the objectives, given the leaves of outputs for `chosen` and for the first of them."""
+    """Return the objectives, given the output leaves for the `chosen` samples, and for the first of them alone."""
     leaves = [i for i, x in enumerate(together) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise VerificationError(NOTHING_TO_TRAIN)
@@ -117,6 +117,6 @@ def _seeds(together: Sequence[Tensor], alone: Sequence[Tensor], n: int) -> list[
 
 
 def without_graph(output: Any) -> list[Any]:
-    """Return detached leaves, with their requires_grad."""
+    """Return the leaves, detached, each with its requires_grad."""
     leaves = pytree.tree_leaves(output)
     return [x.detach().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x for x in leaves]

@@ -62,7 +62,7 @@ def loss_on(run: Run, loss_fn: Callable[..., Tensor], targets: tuple[Tensor, ...
 
 
 def pick_units(run: PackedRun, start: int, n: int) -> list[int]:
-    """Return up to n units, as many on every rank; one of them behind another in its row."""
+    """Return up to n units, equally many on every rank. One of them follows another unit in its row."""
     units, n = _real(run), min(n, run.rows)
     behind = [unit for unit in units if run.packed.before(unit)]
     last = behind[-1] if behind else units[-1]
@@ -76,7 +76,7 @@ def _real(run: PackedRun) -> list[int]:
 
 
 def shuffled(x: Tensor, everything: Tensor) -> Tensor:
-    """Return the numbers halved in another order, or other ids."""
+    """Return numbers halved and in another order, or other ids that occur in `everything`."""
     if x.is_floating_point() or x.is_complex():
         return x.roll(1, 0) / 2
     return _other_ids(x, everything[-len(x) :])
@@ -95,7 +95,7 @@ def verify_packed(
     *,
     thorough: bool,
 ) -> None:
-    """Require the gradients of the chosen units alone, in any company."""
+    """Raise VerificationError unless each chosen unit has its gradient alone, whatever other units hold."""
     run, chosen = repeated.run, repeated.chosen
     assert isinstance(run, PackedRun)
     _refuse_objects(run)
@@ -127,7 +127,7 @@ def _refuse_objects(run: PackedRun) -> None:
 
 
 def _place(run: PackedRun, x: Tensor) -> str | None:
-    """Return where an output has tokens, or "units" for [U, ...]."""
+    """Return which dimensions of an output hold tokens, or "units" for [U, ...]."""
     R, T = run.packed.shape
     if x.dim() > 1 and x.shape[:2] == (R, T):
         return "rt"
@@ -184,7 +184,7 @@ def _objectives(run: PackedRun, together: Sequence[Any], chosen: Sequence[int]) 
 def verify_units(
     repeated: RepeatedCall, backend: Differentiated, clipper: Clipper, objectives: Sequence[Objective]
 ) -> None:
-    """Require of `chosen` the norms and clipped sums of each unit alone."""
+    """Raise VerificationError unless the norms and clipped sums of `chosen` are those of each unit alone."""
     run, chosen = repeated.run, repeated.chosen
     assert isinstance(run, PackedRun)
     U, (R, T) = run.packed.units, run.packed.shape
@@ -241,7 +241,7 @@ def _verify_company(repeated: RepeatedCall, random: np.random.Generator, *, scal
     places, units = run.packed.places, _real(run)
     if run.rows < 2 and not run.packed.side_by_side:
         return
-    # Neighbours are never in one half.
+    # Neighbouring units are never in the same half.
     rows = random.permutation(run.packed.shape[0])
     order = sorted(units, key=lambda unit: (rows[places[unit][0]], places[unit][1]))
     first, second = sorted(order[::2]), sorted(order[1::2])

@@ -21,7 +21,7 @@ from dpshard.verification.verdict import Verdict
 
 
 def is_compared(x: Any) -> bool:
-    """Return True for leaves to compare; a mask may decide a loss."""
+    """Return True for leaves to compare. Masks are compared, because they may decide a loss."""
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
@@ -33,12 +33,12 @@ def gathered(output: Any) -> Any:
 
 
 class RunFailedError(VerificationError):
-    """The model failed on some samples."""
+    """Raised if the model fails on some samples."""
 
 
 @dataclass(slots=True)
 class RepeatedCall:
-    """A call and its state."""
+    """A call and the state from which it is repeated."""
 
     replay: Replay
     state: IsolatedForward
@@ -52,9 +52,9 @@ class RepeatedCall:
     precision: Precision = field(default_factory=Precision)
     verdict: Verdict = field(default_factory=Verdict)
     kept: Sequence[str] = ()
-    """Paths; see [Note: Kept tensors]."""
+    """Paths of kept tensors; see [Note: Kept tensors]."""
     backward: Callable[[], AbstractContextManager[Any]] = nullcontext
-    """Makes the block of each backward."""
+    """Returns the context of each backward."""
 
     @property
     def half(self) -> bool:
@@ -104,7 +104,7 @@ class RepeatedCall:
         return found
 
     def values_if_it_runs(self, samples: Sequence[int], *, run: Run, loss: Loss | None = None) -> list[Tensor] | None:
-        """Return `values`, or None if forward refuses invented inputs."""
+        """Return `values`, or None if the model fails on these inputs, which verification made up."""
         try:
             return self.state.guarded(functools.partial(self.values, samples, run=run, loss=loss))
         except RunFailedError:

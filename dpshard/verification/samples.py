@@ -14,9 +14,9 @@ from dpshard.interception import Run
 from dpshard.verification.objectives import Loss
 
 SAMPLES = 3
-"""Two can disturb a third."""
+"""Number of compared samples: two of them can affect the third."""
 OUTLIER = 1e3
-"""Factor of an outlier's numbers."""
+"""Factor by which the numbers of an outlier are scaled."""
 
 
 def pick(run: Run, loss: Loss | None, start: int = 0, n: int = SAMPLES) -> list[int]:
@@ -42,9 +42,9 @@ def _features(run: Run, loss: Loss | None) -> NDArray[np.float64]:
         if x.shape[dim] < run.rows or x.is_complex() or x.numel() == 0:
             continue
         wide = x.detach().narrow(dim, 0, run.rows).movedim(dim, 0).reshape(run.rows, -1).to(torch.float64)
-        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # keeps their sums finite
+        wide = wide.nan_to_num().clamp(-1e30, 1e30)  # their sums stay finite
         columns += [wide.mean(1), wide.amax(1), wide.amin(1), (wide[:, 1:] == wide[:, :-1]).sum(1).double()]
-        # The commonest value is padding, or an ignored label.
+        # The most common value may be padding, or an ignored label.
         columns.append((wide == wide.flatten().mode().values).sum(1).double())
     table = torch.stack(columns, 1).cpu().numpy()
     spread = np.ptp(table, axis=0)

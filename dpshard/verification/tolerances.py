@@ -27,7 +27,7 @@ class Precision(TorchFunctionMode):
 
 
 def tolerance_across_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
-    """Return the bound, relative, for two batch sizes; accelerators may use TF32."""
+    """Return the relative bound for two batch sizes; accelerators may use TF32."""
     if half or any(x.dtype in HALF for x in tensors):
         return 5e-2
     if any(x.dtype == torch.float32 for x in tensors):
@@ -36,7 +36,7 @@ def tolerance_across_sizes(tensors: Sequence[Tensor], *, half: bool) -> float:
 
 
 def tolerance_at_one_size(x: Tensor, *, half: bool) -> float:
-    """Return the bound, relative, for one batch size."""
+    """Return the relative bound for one batch size."""
     if half or x.dtype in HALF:
         return 3e-2
     if x.dtype == torch.float32:

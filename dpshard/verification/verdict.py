@@ -1,7 +1,7 @@
 """Messages between ranks that verify together.
 
-Where forwards gather parameters, all ranks take part in each. Each first says that all is well, so that a fault leaves
-nobody waiting.
+Where forwards gather parameters, all ranks take part in each. Before each forward, every rank reports whether it has
+failed, so that no rank waits for a failed one.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ class Verdict:
             yield
             self._tell(failed=False)
         except Exception:
-            # Within a forward, the others wait for its gathers.
+            # Within a forward, other ranks wait for this rank's gathers.
             if not (self._over or self._in_forward):
                 self._tell(failed=True)
             raise
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Run a forward in the block if no rank has failed so far."""
+        """Return a block for a forward. Raises VerificationError if another rank has failed."""
         self._tell(failed=False)
         self._in_forward = True
         yield

@@ -1,8 +1,8 @@
 """When to verify a model, and by which comparisons.
 
-At the first forward on every kind of input, and with more samples than before, up to 4. At steps 1, 2, 4, 8, ..., on a
-micro-batch that the run's key draws. And at the first change of an attribute, new longest length, label below 0, or
-position beyond the length.
+A model is verified at the first forward on every kind of input, and with more samples than before, up to 4. It is
+verified at steps 1, 2, 4, 8, ..., on a micro-batch that the run's key draws. It is verified at the first change of an
+attribute, and at a new longest length. The first label below 0, or position beyond the length, counts as well.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from dpshard.verification.watch import Watch
 from dpshard.verification.wide import OnOneRank, can_widen, widened
 
 ENOUGH = 4
-"""Samples of a thorough verification."""
+"""Number of samples in a batch from which on more samples need no further verification."""
 
 _COUNTED = (
     "{}: every forward changes this, and its output with it, as by a count of forwards. Each sample that is drawn may "
@@ -48,7 +48,7 @@ _COUNTED = (
 )
 
 Moment = tuple[int, int | None, int]
-"""Step, number of the micro-batch (None in a user's own loop), and of all."""
+"""Step, index of the micro-batch (None in a user's own loop), and number of micro-batches."""
 
 
 class Verifier:
@@ -65,21 +65,21 @@ class Verifier:
         mean: bool,
         moved: bool,
     ) -> None:
-        """Take `moved` for: without one sample, others may be in other micro-batches."""
+        """Take `moved`: True if, without one sample, other samples may be in other micro-batches."""
         self._sharding, self._ranks, self._clipper, self._moved = sharding, ranks, clipper, moved
         self._moment, self._secret, self._mean = moment, secret, mean
-        # (kind, dimensions of size 1): most samples verified.
+        # Largest number of samples verified, by (kind, dimensions of size 1).
         self._kinds: dict[tuple[Any, Any], int] = {}
         self._steps: set[tuple[int, Any]] = set()
         self._watch = Watch()
         self._owed = False
-        self._counted = ""  # paths that count forwards, and change outputs
+        self._counted = ""  # paths of counters of forwards that change outputs
         self._last: tuple[Replay, Run] | None = None
 
     def before_forward(self, replay: Replay, run: Run, kind: Any) -> None:
         """Verify `run` if new, due or changed."""
         meets, news = self._meets(replay, run), False
-        several = not meets and not isinstance(run, PackedRun)  # ranks that meet may have other numbers of samples
+        several = not meets and not isinstance(run, PackedRun)  # numbers of samples may differ by rank
         sized = kind, _dimensions_of_one(run) if several else None
         new = self._kinds.get(sized, 0) < (min(run.rows, ENOUGH) if several else 1)
         if isinstance(run, PackedRun) and run.packed.everywhere is None:
@@ -91,7 +91,7 @@ class Verifier:
         if not meets:
             news = self._watch.take_news(run, self._moment()[0])
         if new or due or news or self._owed:
-            thorough, self._owed = new or news or self._owed, True  # owed until it has passed
+            thorough, self._owed = new or news or self._owed, True  # still due if it fails
             self.verify(replay, run, None, thorough=thorough)
             self._kinds[sized] = max(self._kinds.get(sized, 0), run.rows)
             self._owed = False
@@ -109,7 +109,7 @@ class Verifier:
             self._owed = False
 
     def _agreed(self, run: PackedRun, new: bool) -> tuple[PackedRun, bool]:
-        """Return what is true of all ranks' rows, and True if new on any."""
+        """Return `run` with facts that hold on all ranks, and True if it is new on any rank."""
         own = [len(run.packed.places), not run.packed.side_by_side, not new]
         rows, apart, known = self._ranks.all_gather(torch.tensor(own, device="cpu").long()).amin(0).tolist()
         if rows == 0:
@@ -120,7 +120,7 @@ class Verifier:
         return replace(run, rows=rows, packed=replace(run.packed, planned_beside=not apart)), not known
 
     def _meets(self, replay: Replay, run: Run) -> bool:
-        """Return True if ranks run equally many forwards, so none may verify by itself."""
+        """Return True if all ranks must run equally many forwards, so that none may verify by itself."""
         return self._sharding.meeting is not None or replay.parameters.unshards(run.module)
 
     def _is_due(self, run: Run, kind: Any) -> bool:
@@ -137,9 +137,9 @@ class Verifier:
         return np.random.default_rng([int(word) for word in words])
 
     def verify(self, replay: Replay, run: Run, loss: Loss | None, *, thorough: bool) -> None:
-        """Require of every sample its own gradient, by `loss` or all outputs.
+        """Raise VerificationError unless every sample has its own gradient, by `loss` or by all outputs.
 
-        Costly comparisons take turns unless `thorough`.
+        Unless `thorough`, each call makes only some of the costly comparisons.
         """
         sharding = self._sharding
         sharding.refuse_changed_parameters()
@@ -149,7 +149,7 @@ class Verifier:
             return
         chosen = pick(run, loss) if thorough else pick(run, loss, int(random.integers(run.rows)), 2)
         if sharding.meeting is not None:
-            chosen = sharding.meeting.agreed(chosen)  # parts of one sample may differ in what chooses it
+            chosen = sharding.meeting.agreed(chosen)  # ranks may have other parts of a sample
         if thorough:
             fixed = [(AS_DRAWN, Others.MOVED), (LOW, Others.SCALED), (HIGH, Others.ONE)]
             draws = [*fixed, (Draws.fresh(random), Others.MOVED)]
@@ -168,7 +168,7 @@ class Verifier:
             )
             statistics = {path: kept[path] for path in statistics_kept(kept, kept_alone)}
             del kept, kept_alone
-            # With an outlier, company cannot compare losses.
+            # With an outlier, verify_company cannot compare losses.
             gradients = thorough or draws[0][1] is Others.SCALED or self._moment()[0].bit_length() % 2 == 1
             counters = Counters()
             if thorough or not gradients:
@@ -224,12 +224,12 @@ class Verifier:
             except (AttributeError, TypeError):
                 self._sharding.refuse_hooks()  # torch calls a user's hook with None if no gradient comes
                 raise
-            except ConfigurationError:  # of a backward that communicates
+            except ConfigurationError:  # the backward communicates
                 raise
             except (RuntimeError, ValueError, IndexError) as error:
                 differs = isinstance(error, VerificationError) and not isinstance(error, RunFailedError)
                 if not differs and scaled is not None:
-                    continue  # forward refuses invented numbers
+                    continue  # forward fails on made-up numbers
                 if (
                     not differs
                     or self._sharding.meeting is not None
@@ -259,7 +259,7 @@ class Verifier:
                 found = [wide.loss.of]
             try:
                 compare(wide, parameters, clipper, found)
-            except (RuntimeError, TypeError):  # also if the model cannot compute in float64
+            except (RuntimeError, TypeError):  # for example, the model cannot compute in float64
                 return False
             return True
 

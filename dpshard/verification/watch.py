@@ -1,9 +1,9 @@
-"""Watch a model and its inputs for changes never seen before, without waiting for an accelerator.
+"""Watch a model and its inputs for new kinds of values, without waiting for an accelerator.
 
 [Note: What is watched]
-Attributes, buffers, sub-modules and hooks of every module, and contents of collections and objects among them. A float
-changes its kind at powers of two, so verifications grow with the logarithm of the steps. Flags and strings have
-separate limits.
+Attributes, buffers, sub-modules and hooks of every module are watched, with the contents of collections and objects
+among them. A float changes its kind at powers of two, so verifications grow with the logarithm of the steps. Flags and
+strings have separate limits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from torch.utils.hooks import RemovableHandle
 from dpshard.interception import HOOKS, Run, container, is_own, kind_of_object, kind_of_value, parts_of
 
 MOST_NEWS = 8
-"""Verifications per attribute before the limit."""
+"""Most verifications that changes of one attribute cause."""
 _MOST_ITEMS = 256
-"""Of a longer collection only the length is watched."""
+"""Largest collection whose items are watched; of a longer one, only the length is."""
 _MOST_HELD = 2_000
 _DEEPEST = 5
 
@@ -29,7 +29,7 @@ Signature = tuple[list[int], list[int], list[int], list[int]]
 
 
 class Watch:
-    """Kinds seen of attributes, buffers and inputs."""
+    """The kinds of attributes, buffers and inputs so far."""
 
     def __init__(self) -> None:
         self._model: nn.Module | None = None
@@ -57,12 +57,12 @@ class Watch:
         return any(len(known) > 1 for known in self._lengths.values())
 
     def take_news(self, run: Run, step: int) -> bool:
-        """Return, once, True if the model or its inputs changed anew."""
+        """Return True, once, if the model or its inputs have changed to a new kind."""
         longer = self._is_longer(run) and self._may_spend("(length)", step)
         return self.take_changes(step) | longer | self._take_new_values(run)
 
     def take_changes(self, step: int) -> bool:
-        """Return, once, True if the model changed anew."""
+        """Return True, once, if the model has changed to a new kind."""
         if self._model is None or (self._sign() == self._signature and not self._has_other_hooks()):
             return False
         kinds, places = self._kinds, self._in_place
@@ -76,7 +76,7 @@ class Watch:
         return any(spent)
 
     def accept(self, model: nn.Module, counters: Collection[str]) -> None:
-        """Take the state as verified; samples do not decide how forward changes `counters`."""
+        """Take the state as verified. `counters` change in every forward, whatever the samples."""
         self._counters = tuple({*self._counters, *counters})
         self._model = model
         self._note(model)
@@ -135,7 +135,7 @@ class Watch:
             self._look_at_items(path, x, seen, depth)
         elif isinstance(x, list | tuple | deque):
             self._lists.append(x)
-            # Positions of items do not count.
+            # The position of an item does not matter.
             self._kinds[f"{path}[]"] = frozenset(_kind(item) for item in x)
             for item in x:
                 self._look_into(f"{path}[]", item, seen, depth + 1)
@@ -165,7 +165,7 @@ class Watch:
         return self._hooked != self._hook_ids()
 
     def _hook_ids(self) -> list[int]:
-        # Most are empty, and counting is cheaper.
+        # Most are empty, and to count them is cheaper.
         return [sum(map(len, self._hooks)), *map(id, chain.from_iterable(map(dict.values, self._hooking)))]
 
     def _is_longer(self, run: Run) -> bool:
@@ -180,7 +180,7 @@ class Watch:
         return longer
 
     def _take_new_values(self, run: Run) -> bool:
-        """Return, once, True for new signs of integers, or indices beyond a length."""
+        """Return True, once, for integers of a new sign, or indices beyond a length."""
         lengths = {x.shape[1] for x, dim in run.carrying() if dim == 0 and x.dim() > 1}
         character = tuple(
             (bool(x.amin() < 0), *(sorted(bool(x.amax() >= n) for n in lengths) if x.dim() == 1 else ()))
@@ -201,6 +201,6 @@ def _count(x: Any) -> int:
 
 
 def _ration(path: str, kind: Any) -> str:
-    """Return the path for a flag or string, the attribute for a number."""
+    """Return the name under which changes are limited: the path for a flag or string, the attribute for a number."""
     exact = isinstance(kind, tuple) and len(kind) == 2 and isinstance(kind[1], (bool, str))
     return path if exact else f"{path.partition('[')[0]}[]"

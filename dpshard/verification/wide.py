@@ -1,6 +1,6 @@
-"""Decide a failure in float32 by float64: rounding shrinks, a fault stays.
+"""Repeat a failed comparison in float64: differences by rounding shrink, and those by a fault stay.
 
-Other ranks may have no failure, so a collective in forward ends the comparison, and the failure stands.
+Other ranks may have no failure. So a collective in forward ends the repetition, and the failure counts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Widened:
 
 
 class OnOneRank(TorchDispatchMode):
-    """Raises RuntimeError in place of collectives."""
+    """Raises RuntimeError where forward calls a collective."""
 
     supports_higher_order_operators = True
 
@@ -43,7 +43,7 @@ class OnOneRank(TorchDispatchMode):
 
 
 class Doubled(TorchFunctionMode):
-    """Casts to float64 where a model asks for float32."""
+    """Casts to float64 where a model casts to float32."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the function with float64 for float32."""
@@ -89,7 +89,7 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
         in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
         key = layouts.key(in_double.run)
         if key not in layouts.found:
-            layouts.found[key] = layouts.found.get(layouts.key(run), {})  # none for packed rows
+            layouts.found[key] = layouts.found.get(layouts.key(run), {})  # packed rows have none
             added = key
         with Doubled():
             yield in_double, Widened(parameters), clipper.with_values(values)

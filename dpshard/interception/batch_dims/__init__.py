@@ -2,8 +2,8 @@
 
 docs/architecture.md explains why.
 
-If values decide a branch, sample 3 repeats sample 1, so both runs take it alike. If the data decides some calls, their
-arguments come from calls that both runs made, or are routed rows.
+Sample 3 repeats sample 1, so both runs take the same branch where values decide. Where the data decides which calls
+run, their arguments are outputs of calls in both runs, or routed rows.
 """
 
 from dpshard.interception.batch_dims.axes import PASS_THROUGH, CallKey, CallLayout, Layout, call_key, merge, rows_key

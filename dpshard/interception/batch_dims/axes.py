@@ -1,4 +1,4 @@
-"""Layouts: the batch dimension of each tensor."""
+"""Layouts: the batch dimension of each argument and output, by kind of call."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from dpshard.rules.torch_functions import Function, function_name
 PASS_THROUGH = frozenset(
     {"data", "grad", "detach", "detach_", "requires_grad", "requires_grad_", "register_hook", "backward"}
 )
-"""Carry no gradient to a parameter."""
+"""Functions that carry no gradient to a parameter."""
 
 CallKey = tuple[Any, ...]
-"""Function name; for each tensor the form of its source, or its rank. Dynamo hashes no functions in a tuple."""
+"""Function name; for each tensor the form of its source, or its rank. Dynamo cannot hash a tuple with functions."""
 
 
 def call_key(func: Function, tensors: list[Tensor], sources: dict[Tensor, Source]) -> CallKey:
@@ -31,9 +31,9 @@ class CallLayout:
 
     inputs: list[BatchAxis | None]
     output: BatchAxis | None
-    """Of the first output."""
+    """Axis of the first output."""
     lost: bool = False
-    """True if samples of an argument's rows are unknown."""
+    """True if it is unknown which samples the rows of an argument belong to."""
 
     derives: bool = field(init=False, compare=False)
     """True if no argument carries samples."""
@@ -41,7 +41,7 @@ class CallLayout:
     data_dependent: bool = field(init=False, compare=False)
     """True if the data picks rows of an argument."""
     described: str = field(init=False, compare=False)
-    """Dimensions and orders of rows."""
+    """Dimension and order of rows of each axis, as text."""
 
     def __post_init__(self) -> None:
         self.derives = self.output is None and not any(self.inputs) and not self.lost
@@ -50,7 +50,7 @@ class CallLayout:
         self.described = " ".join("" if axis is None else f"{axis.dim}/{axis.adjacent}" for axis in self.axes)
 
     def in_order(self) -> CallLayout:
-        """Return the layout for rows as if never routed."""
+        """Return the layout for rows that are back in sample order."""
         inputs = [axis and replace(axis, routed=False) for axis in self.inputs]
         return CallLayout(inputs, self.output and replace(self.output, routed=False), self.lost)
 
@@ -70,7 +70,7 @@ class CallLayout:
         same = len(self.inputs) == len(other.inputs) and self.lost == other.lost
         if not same or not all(_agree(a, b) for a, b in pairs):
             return None
-        # One row a sample has any order.
+        # With one row per sample, every order is the same.
         return self.with_axes([a if a is None or b is None or not a.most else _of_more(a, b) for a, b in pairs])
 
 
@@ -81,12 +81,12 @@ def _agree(a: BatchAxis | None, b: BatchAxis | None) -> bool:
 
 
 def _may_be(few: BatchAxis, more: BatchAxis) -> bool:
-    """Return True if the rows of `few` would lie as those of `more`."""
+    """Return True if `few` would have the row order of `more` with as many rows per sample."""
     return few.most == 1 or few.adjacent == more.adjacent or (few.adjacent == 0 and few.most == more.adjacent)
 
 
 def _of_more(a: BatchAxis, b: BatchAxis) -> BatchAxis:
-    """Return the axis whose probe saw more rows of a sample."""
+    """Return the axis whose probe had more rows per sample."""
     return a if not b.most or a.most >= b.most else b
 
 
@@ -94,8 +94,8 @@ Layout = dict[CallKey, CallLayout]
 
 
 def rows_key(x: Tensor, dim: int) -> CallKey:
-    """Return the key for whether `dim` of tensors like `x` carries the samples."""
-    features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # the last size of ids is a length
+    """Return the key under which a layout holds whether `dim` of tensors like `x` carries the samples."""
+    features = x.shape[-1] if x.dim() > dim + 1 and x.is_floating_point() else 0  # ids end in a length
     return ("rows", dim, x.dim(), features)
 
 

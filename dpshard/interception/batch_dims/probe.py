@@ -65,15 +65,15 @@ class _Compared(DeterministicForward):
         outputs = outputs_of(result)
         if not off and _counts(result):
             self.count += 1
-        if (off and func is not PAD) or picks(func, args):  # padding brings all samples back
-            # Experts may write rows into a tensor on the common course.
+        if (off and func is not PAD) or picks(func, args):  # pad_packed_sequence returns all samples
+            # Experts may write rows into a tensor that both runs have.
             kept = args[0] if args and (func in ADDING or any(x is args[0] for x in outputs)) else None
             if kept is None or self.off_course([kept]):
                 for x in outputs:
                     self._off[x] = True
 
     def lifted(self, func: Function, types: Any, args: Any, kwargs: Any) -> Any:
-        """Return a call within torch.vmap, made on whole tensors, as a tuple."""
+        """Call a function within torch.vmap on whole tensors; return (result,), or None without such a call."""
         if not transforms_are_active():
             return None
         call = lift(func, args, kwargs)
@@ -85,7 +85,7 @@ class _Compared(DeterministicForward):
 
 
 def _counts(result: Any) -> bool:
-    """Loops read any number of shapes and numbers."""
+    """Return False for shapes and numbers, because loops may read any number of them."""
     return result is None or bool(outputs_of(result))
 
 
@@ -140,11 +140,11 @@ class _SecondRun(_Compared):
         self.first, self.sizes, self.sources = first, sizes, dict(sources)
         self.layout: Layout = {}
         self.doubts: dict[int, list[UndecidedDim]] = {}
-        self._most: dict[tuple[CallKey, int], int] = {}  # rows of a sample, by call and place
+        self._most: dict[tuple[CallKey, int], int] = {}  # rows per sample, by call and place
         self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._silent: int | None = 0  # see UndecidedDim.silent
         self.apart = False
-        """A call had other arguments than in the first run."""
+        """True once a call had other arguments than in the first run."""
         self.routing = Routing(sizes[1], self._holds_samples, exchange)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -157,7 +157,7 @@ class _SecondRun(_Compared):
             return lifted[0]
         tensors = tensors_of((args, kwargs))
         position, off = self.count, self.off_course(tensors)
-        # Results under the model's no_grad are constants.
+        # Results under the model's own no_grad are constants.
         traced = torch.is_grad_enabled() and function_name(func) not in PASS_THROUGH
         uses = traced and any(x in self.sources for x in tensors)
         copied = uses and getattr(func, "__name__", "") != "__get__"  # in-place functions would change them
@@ -285,7 +285,7 @@ class _SecondRun(_Compared):
         self._most[key, place] = max(k, self._most.get((key, place), 0))
 
     def keep_orders_of(self, layout: Layout) -> None:
-        """Take the orders of rows from another run, because values of so many samples are not kept."""
+        """Take the orders of rows from another run. This run has too many samples to keep their values."""
         for key, found in self.layout.items():
             known = layout.get(key)
             if known is not None and len(known.axes) == len(found.axes):
@@ -296,7 +296,7 @@ class _SecondRun(_Compared):
             self.layout[key] = found.with_axes(axes)
 
     def note_most(self, rows_per_unit: int) -> None:
-        """Note where no sample had more rows than a unit: values tell no order of more."""
+        """Note where no sample had more rows than a unit. Values there do not show the order of more rows."""
         for key, found in self.layout.items():
             few = [self._most.get((key, place), 0) for place in range(len(found.axes))]
             axes = [a and replace(a, most=k if k <= rows_per_unit else 0) for a, k in zip(found.axes, few, strict=True)]
@@ -324,9 +324,9 @@ def find_layout(
 ) -> Layout:
     """Return the layouts of all calls that use `sources()`.
 
-    `whole`: also run on so many samples, which may choose another course.
+    `whole`: also run on this number of samples, which may lead to other calls.
 
-    Raises BatchLayoutError where samples meet, or where the model's course depends on the batch size.
+    Raises BatchLayoutError where samples mix, or where the batch size decides which calls run.
     """
     first = _FirstRun()
     with first:

@@ -1,6 +1,7 @@
 """The order of rows flattened into the batch: [B, k], [k, B], or [k / K, B, K] of units.
 
-Rows that both runs share are equal under the right order: the number of adjacent rows, as in BatchAxis.
+Under the right order, the rows of samples in both runs are equal. An order is the number of adjacent rows of a sample,
+as in BatchAxis.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from dpshard.records import as_real
 from dpshard.rules.call import BatchAxis
 
 ROWS: CallKey = ("an index along dimension 0",)
-"""Where a route begins, the order must be [B, k]."""
+"""Key of a pick of rows, which begins a route; the order there must be [B, k]."""
 
 _SAME = 0.1
-"""Largest relative difference of equal rows, for half precision."""
+"""Largest relative difference between rows that count as equal; allows for half precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,19 +29,19 @@ class UndecidedDim:
 
     key: CallKey
     place: int
-    """Inputs, then the output."""
+    """Index among the inputs, followed by the output."""
     dim: int
     value: Tensor
-    """In the second run."""
+    """The tensor in the second run."""
     seen_at: int
-    """In the first run's call."""
+    """Index of the tensor among the values of the first run's call."""
     rows: CallKey | None = None
     """Key of the answer if a route may begin here."""
     silent: int | None = 0
-    """The number in the tensor without a gradient: 0 of a factor, the padding_idx of a table."""
+    """The value whose elements get no gradient: 0 in a factor, padding_idx in ids."""
 
     def shows_in_gradients(self) -> bool:
-        """Return True if verification shows the order."""
+        """Return True if verification, which compares gradients, would reveal a wrong order."""
         if isinstance(self.value, FakeTensor):
             return False
         return self.silent is None or bool((self.value != self.silent).any())
@@ -57,8 +58,8 @@ def settle(
 ) -> None:
     """Write the row order of flattened dimensions into `layout`.
 
-    Keys of `doubts` and `values`, the first run's tensors, are positions of calls. `verified`: gradients are compared
-    later, so an open order may be that of the inputs.
+    `doubts` and `values` (the first run's tensors) are keyed by the position of the call. `verified`: gradients are
+    compared later, so an undecided order may be assumed to be that of the inputs.
     """
     settled: dict[tuple[CallKey, int], int] = {}
     undecided: list[UndecidedDim] = []
@@ -72,13 +73,13 @@ def settle(
                     f"{describe(doubt.key)} is called with the rows of the samples in different orders; call two "
                     f"modules, one for each order."
                 )
-    as_given = set(settled.values()) <= {0, rows_per_unit}  # a unit's rows are adjacent wherever values tell
+    as_given = set(settled.values()) <= {0, rows_per_unit}  # wherever values decide, a unit's rows are adjacent
     for doubt in undecided:
         if doubt.key == ROWS and not doubt.value.is_floating_point() and not any(key == ROWS for key, _ in settled):
-            layout.pop(doubt.rows or ROWS, None)  # equal ids tell no order: no route, unless a parameter needs one
+            layout.pop(doubt.rows or ROWS, None)  # equal ids show no order: no route, unless a parameter needs one
             continue
         like_inputs = doubt.value.shape[doubt.dim] == sizes[1] * rows_per_unit > sizes[1]
-        # Verification tells the order of equal rows (positions), unless no row has a gradient yet.
+        # Verification finds a wrong order of equal rows (positions), unless no row has a gradient yet.
         if verified and like_inputs and as_given and doubt.shows_in_gradients():
             settled.setdefault((doubt.key, doubt.place), 0)
         else:
@@ -98,7 +99,7 @@ def settle(
 def _adjacent_rows(
     doubt: UndecidedDim, old: Tensor, sizes: tuple[int, int], rows_per_unit: int, *, verified: bool
 ) -> int | None:
-    """Return how many rows of a sample are adjacent, 0 for all; None if values leave it open."""
+    """Return how many rows of a sample are adjacent, 0 for all; None if values do not decide it."""
     (first, second), old, new = sizes, as_real(old), as_real(doubt.value)
     k = old.shape[doubt.dim] // first
     error, scale = {}, float(old.double().abs().nan_to_num_(0).max())
@@ -128,7 +129,7 @@ def _adjacent_rows(
 
 
 def _as_beside(doubt: UndecidedDim, settled: dict[tuple[CallKey, int], int], layout: Layout, second: int) -> int:
-    """Return an order for equal rows, from like calls or arguments."""
+    """Return an order for equal rows, from other tensors of the same kind of call."""
     orders = [order for (key, _), order in settled.items() if key == doubt.key]
     if (doubt.key, doubt.place) in settled:
         return settled[doubt.key, doubt.place]

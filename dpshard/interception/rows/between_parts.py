@@ -1,7 +1,7 @@
 """Refuse unverified computations between two forwards of one micro-batch that may mix rows.
 
-Inputs may be row-by-row functions of an earlier forward's outputs. Autograd's graph shows others, except for detached
-values.
+Inputs may be row-by-row functions of an earlier forward's outputs. Autograd's graph shows all other functions, except
+those of detached values.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ _OF_ELEMENTS = frozenset(
     "Tanh Relu Gelu Silu Sigmoid LeakyRelu Elu Hardtanh Hardswish Softplus Mish Neg Exp Log Abs Sqrt Sin Cos ClampMin "
     "Alias ToCopy Clone NativeDropout".split()
 )
-"""Of one tensor."""
+"""Nodes of elementwise functions of one tensor."""
 _OF_PAIRS = frozenset("Add Sub Mul Div".split())
-"""Of two tensors."""
+"""Nodes of elementwise functions of two tensors."""
 _WITHIN_ROWS = frozenset(
     "View UnsafeView ReshapeAlias Expand Select Slice Mean Sum Softmax LogSoftmax LinalgVectorNorm Unsqueeze Squeeze "
     "Transpose NativeLayerNorm".split()
 )
-"""Keep rows apart except along dimension 0."""
+"""Nodes of functions that keep rows apart, unless they act along dimension 0."""
 _JOINED = frozenset("Cat Stack".split())
 _UNCHANGED = frozenset(
     "RegisterPreBackwardFunction RegisterPostBackwardFunction PreBackwardFunctionForModule PostBackwardFunctionModule "
     "BackwardHookFunction".split()
 )
-"""Identities by which torch and DeepSpeed notice backward."""
+"""Nodes of identities by which torch and DeepSpeed run code in backward."""
 _OF_PARAMETERS = frozenset("_Tap _RegionTap Slot Anchor _Cut".split())
 """Nodes of dpshard."""
 
@@ -98,12 +98,12 @@ def _is_rowwise(node: Any, name: str, rows: int) -> bool:
     operands = [tuple(x._input_metadata[place].shape) for x, place in node.next_functions if x is not None]
     if name in _OF_ELEMENTS:
         return len(node.next_functions) == 1
-    if name in _OF_PAIRS:  # one of fewer dimensions is one row for all
+    if name in _OF_PAIRS:  # a tensor of fewer dimensions is one row, broadcast to all
         return len(operands) == 2 and all(len(x) == len(shape) and x[0] == rows for x in operands)
     if name in _JOINED:
         return 0 not in _dims(node._saved_dim, len(shape))
     if name == "Expand" and len(shape) != len(operands[0]):
-        return False  # new dimensions come first
+        return False  # expand adds new dimensions in front
     return name in _WITHIN_ROWS and len(operands) == 1 and _within_rows(node, name, operands[0], rows)
 
 
@@ -123,7 +123,7 @@ def _within_rows(node: Any, name: str, size: tuple[int, ...], rows: int) -> bool
 
 
 def _dims(saved: Any, count: int) -> list[int]:
-    """Autograd shows negative dimensions as unsigned."""
+    """Return saved dimensions; autograd stores negative ones as unsigned integers."""
     dims = list(saved) if isinstance(saved, (tuple, list)) else [saved]
     return [(d - 2**64 if d >= 2**63 else d) % count for d in dims]
 

@@ -16,14 +16,14 @@ from dpshard.sampling import MicroBatchPlan
 
 
 class Together:
-    """Checks the inputs of all chunks together, at the last one."""
+    """Checks the inputs of all chunks together, once the last chunk is there."""
 
     def __init__(self, plan: MicroBatchPlan, data: Any, count: int) -> None:
         self._plan, self._data, self._count = plan, data, count
         self._runs: dict[int, Run] = {}
 
     def add(self, index: int, run: Run, doubts: Doubts, *, mean: bool) -> None:
-        """Take the inputs of chunk `index`; LogicalBatchError if all together are not the samples."""
+        """Take the inputs of chunk `index`. The last raises LogicalBatchError if all together are not the samples."""
         self._runs[index] = run
         if len(self._runs) == self._count:
             RowIdentity(self._plan, self._data, doubts, mean=mean).enter(
@@ -48,7 +48,7 @@ class PartIdentity(RowIdentity):
 
 
 def _joined(runs: Sequence[Run]) -> Run:
-    """Join inputs; one without samples in a chunk has none."""
+    """Return a Run of the joined inputs. An input that lacks samples in one chunk counts as one without."""
     first = runs[0]
     dims = tuple(dims[0] if len(set(dims)) == 1 else None for dims in zip(*(run.dims for run in runs), strict=True))
     given = list(first.given)

@@ -1,7 +1,7 @@
 """Findings against a logical batch, raised before the noise at the latest.
 
-A rank that raises by itself leaves the others in a collective, and reading a flag waits for the accelerator. So only a
-single process on a CPU raises at once.
+A rank that raises by itself would leave the others waiting in a collective. Reading a flag waits for the accelerator.
+So only a single process on a CPU raises at once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _UNPADDED = "or call engine.batches(..., pad=False): its last micro-batches have
 
 
 class Doubt(Enum):
-    """Values are texts of errors."""
+    """Kinds of findings; the values are the texts of errors."""
 
     FILLER = (
         f"The padding rows of a micro-batch are copies of its last sample, but they reached the model with other "
@@ -77,14 +77,14 @@ class Doubt(Enum):
 
 
 class Doubts:
-    """Doubts about one logical batch."""
+    """The findings against one logical batch."""
 
     def __init__(self, *, at_once: bool) -> None:
         self._at_once = at_once
         self._flags: list[tuple[Doubt, Tensor]] = []
 
     def note(self, doubt: Doubt, flag: Tensor, *, wait: bool = False) -> None:
-        """Note a finding (bool []); LogicalBatchError at once if possible and not `wait`."""
+        """Note a finding (bool []). Raises LogicalBatchError at once if possible, unless `wait`."""
         if self._at_once and not wait and flag.device.type == "cpu":
             if bool(flag):
                 raise LogicalBatchError(doubt.value)
@@ -92,7 +92,7 @@ class Doubts:
         self._flags.append((doubt, flag))
 
     def flags(self, device: torch.device) -> Tensor:
-        """Return the findings, int64 [kinds of doubt]."""
+        """Return 1 for each kind of doubt that was found, else 0; int64 [kinds of doubt]."""
         if not self._flags:
             return torch.zeros(len(Doubt), dtype=torch.int64, device=device)
         blank = torch.zeros((), dtype=torch.bool, device=device)

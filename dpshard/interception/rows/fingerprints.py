@@ -1,4 +1,4 @@
-"""Fingerprints of rows, to find them in another order."""
+"""Fingerprints of rows, to detect that they come in another order."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 WIDTH = 4096
-"""Most elements of a row that count."""
+"""Most elements of a row that a fingerprint reads."""
 
 MANY = 16
-"""So many different rows are not reordered by chance: 16! / 16^16 is 1e-6."""
+"""Number of different rows that are not the same in another order by chance: 16! / 16^16 is 1e-6."""
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _MIX = -7046029254386353131  # 2^64 over the golden ratio
@@ -36,13 +36,13 @@ class Rows:
         return cls(x, dim, (x.dtype, x.device, (*x.shape[:dim], *x.shape[dim + 1 :])))
 
     def light(self) -> Rows:
-        """Return the rows without a reference to a large tensor."""
+        """Return rows with the same fingerprints, without a reference to a large tensor."""
         small = self.tensor.numel() <= WIDTH * self.tensor.shape[self.dim]
         return self if small else Rows(self.sampled.clone(), 0, self.kind)
 
     @property
     def counts(self) -> bool:
-        """True if a few rows show an order; single integers match by chance."""
+        """True if a few of these rows show an order. Single integers would match by chance."""
         return self.tensor.is_floating_point() or self.tensor.numel() > self.tensor.shape[self.dim]
 
     @cached_property
@@ -57,7 +57,7 @@ class Rows:
 
     @cached_property
     def checksum(self) -> int:
-        """Sum of bits in any order; for tensors on the host."""
+        """Checksum of the bits, independent of their order; for tensors on the CPU."""
         return int(_words(self.sampled).sum())
 
     @cached_property
@@ -69,21 +69,21 @@ class Rows:
 
     @cached_property
     def hash(self) -> Tensor:
-        """Hash of the rows in any order, int64 []."""
+        """Hash of the rows, independent of their order; int64 []."""
         return mixed(self.hash_B).sum()
 
     @property
     def changes(self) -> Tensor:
-        """Number of different rows, less one; int64 []."""
+        """Number of different rows minus one; int64 []."""
         ordered_B = self.hash_B.sort().values
         return (ordered_B[1:] != ordered_B[:-1]).sum()
 
     def hash_of_units(self, rows_per_unit: int) -> Tensor:
-        """Return a hash of each unit's rows in any order, int64 [units]."""
+        """Return a hash of each unit's rows, independent of their order; int64 [units]."""
         return self.hash_B if rows_per_unit == 1 else mixed(self.hash_B).view(-1, rows_per_unit).sum(1)
 
     def reorder(self, others: list[Rows], rows_per_unit: int = 1) -> Tensor | None:
-        """Return True (bool []) if these rows are those of one of `others`, in another order than in any.
+        """Return True (bool []) if one of `others` has these rows, and none has them in this order.
 
         The order within a unit does not count.
         """
@@ -113,7 +113,7 @@ def mixed(words: Tensor) -> Tensor:
 
 
 class Seen:
-    """Tensors that were seen before."""
+    """The rows of earlier tensors."""
 
     def __init__(self, rows_per_unit: int = 1) -> None:
         self._rows: dict[Kind, list[Rows]] = {}
@@ -124,10 +124,10 @@ class Seen:
         self._rows.setdefault(rows.kind, []).append(rows)
 
     def reordered(self, inputs: list[Rows]) -> Tensor | None:
-        """Return True (bool []) if `inputs` hold seen rows in another order; None if surely not.
+        """Return True (bool []) if `inputs` hold earlier rows in another order; None if this is impossible.
 
-        Fewer than MANY different rows may match by chance. Then every input must be reordered, except equal rows or
-        single integers.
+        Fewer than MANY different rows may match by chance. Then the result is True only if every input is reordered,
+        except inputs of equal rows or single integers.
         """
         moved = [rows.reorder(self._rows.get(rows.kind, []), self._rows_per_unit) for rows in inputs]
         found = [flag for flag in moved if flag is not None]
@@ -138,7 +138,7 @@ class Seen:
         some, all_ = by_many, ~by_many
         for rows, flag in zip(inputs, moved, strict=True):
             if rows.tensor.device.type == "cpu" and device.type != "cpu":
-                continue  # its hashes are not worth a transfer
+                continue  # to hash such a tensor, a transfer would be needed
             moves, changes = by_many & False if flag is None else flag, rows.changes
             by_many = by_many | (moves & (changes >= MANY - 1))
             if rows.counts:

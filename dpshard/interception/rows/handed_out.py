@@ -1,4 +1,4 @@
-"""Compare rows bit by bit with those given to a loop."""
+"""Compare rows bit by bit with those that `engine.batches` gave to the loop."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from torch import Tensor
 from dpshard.interception.rows.fingerprints import MANY, Rows
 
 CONTINUOUS = 3
-"""Fewest fractional numbers in a row that does not match by chance."""
+"""Fewest fractional numbers in a row for a match that is no chance."""
 NARROW = 8
-"""Elements of a row that are compared first."""
+"""Number of elements of a row that are compared first."""
 
 
 def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
@@ -31,7 +31,7 @@ def repeats(x: Rows, handed: list[Rows], samples: int) -> Tensor | None:
 
 
 def transposed(x: Rows, handed: Tensor) -> Tensor | None:
-    """Return True (bool []) if the rows of `x` are dimension 1 of `handed`, as long as dimension 0."""
+    """Return True (bool []) if `x` is `handed` with dimensions 0 and 1, of equal length, swapped."""
     if handed.dim() < 2 or handed.shape[0] != handed.shape[1] or handed.shape[0] < 2:
         return None
     rows = x.tensor.detach().movedim(x.dim, 0)
@@ -52,7 +52,7 @@ def _come_again(rows: Tensor, handed: list[Tensor]) -> Tensor:
 
 
 def _tell_apart(rows: Tensor) -> Tensor:
-    """Return False, bool [B], for rows that may match by chance."""
+    """Return, per row (bool [B]), False if it may match others by chance."""
     changes_B = (rows[:, 1:] != rows[:, :-1]).sum(1)
     if not rows.is_floating_point():
         return changes_B >= MANY

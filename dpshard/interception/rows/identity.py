@@ -1,6 +1,6 @@
 """Checks that row i of a micro-batch remains row i between forwards.
 
-On the tape that all forwards of a micro-batch share, row i is sample i, or padding. A loop that sorts, shuffles or
+All forwards of a micro-batch share a tape, on which row i is sample i, or padding. A loop that sorts, shuffles or
 replaces rows breaks this. Rows of a unit must be adjacent, and padding rows equal the last sample in every input,
 except for rounding and earlier dropout. docs/architecture.md lists more evidence.
 """
@@ -24,13 +24,13 @@ from dpshard.interception.run import Run, by_unit
 from dpshard.sampling import MicroBatchPlan
 
 ROUNDING = {True: 1e-4, False: 0.05}
-"""Relative to the largest element; True for more than half precision."""
+"""Largest rounding relative to the largest element; True: wider than half precision."""
 
 
 class RowIdentity:
     """Watches the rows of one micro-batch.
 
-    `data`: the batch that was handed out. `mean`: losses are means over rows.
+    `data`: the batch that `engine.batches` gave out. `mean`: losses are means over rows.
     """
 
     def __init__(self, plan: MicroBatchPlan, data: Any, doubts: Doubts, *, mean: bool) -> None:
@@ -39,12 +39,12 @@ class RowIdentity:
         padded = 0 < plan.samples < len(plan.indices)
         self.copies = Copies(self.samples, mean=mean) if padded else None
         self._doubts = doubts
-        self._data = data if self.samples > 1 else None  # one sample has one order
+        self._data = data if self.samples > 1 else None  # a single sample has only one order
         self._on_accelerators = padded or not plan.step & (plan.step - 1)
         self._seen = Seen(self._rows_per_unit)
-        self._inputs: list[Run] = []  # of the first forward, for a second
+        self._inputs: list[Run] = []  # of the first forward, to compare with a second
         self._outputs: list[Rows] = []
-        self._graph: list[Any] = []  # nodes of earlier outputs
+        self._graph: list[Any] = []  # autograd nodes of earlier outputs
         self._forwards = 0
 
     def enter(self, run: Run) -> None:
@@ -101,7 +101,7 @@ class RowIdentity:
         handed: list[Rows] = []
         for device in {rows.tensor.device for rows in inputs}:
             if device.type != "cpu" and not self._on_accelerators:
-                continue  # a transfer, and hashes
+                continue  # a comparison would need a transfer and hashes
             handed += [
                 Rows.of(x if x.device == device else x.to(device, non_blocking=True), 0)
                 for x in tensors_within(self._data)
@@ -134,9 +134,9 @@ class RowIdentity:
 
 
 def _other_rows(filler: Tensor, copies: Tensor, dim: int) -> Tensor:
-    """Return True if copies [m, ...] of a unit have other rows, in any order; rows are dimension 1 + `dim`.
+    """Return True if copies [m, ...] of a unit have other rows than the unit, in any order.
 
-    A random direction tells rows apart.
+    Rows are dimension 1 + `dim`. Their products with a random vector distinguish them.
     """
     wide = torch.complex128 if filler.is_complex() else torch.float64
     rows = [

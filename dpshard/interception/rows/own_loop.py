@@ -15,16 +15,16 @@ from dpshard.interception.run import Run
 
 
 class OwnLoopRows:
-    """The samples since the last release, each once."""
+    """The fingerprints of the samples since the last release, each sample once."""
 
     def __init__(self) -> None:
         self._fed: list[Tensor] = []
 
     def enter(self, run: Run) -> None:
-        """Do nothing: inputs that carry samples are unknown."""
+        """Do nothing: before a probe, it is unknown which inputs carry samples."""
 
     def read(self, run: Run) -> None:
-        """Add the samples. A mask [T, T] with T = B would change a sample from place to place."""
+        """Add the samples, after a probe: the rows of a mask [T, T], T = B, do not belong to samples."""
         hash_B = torch.zeros((), dtype=torch.int64)
         for place, (x, dim) in enumerate(run.carrying()):
             of_x = Rows.of(x, dim).hash_of_units(run.rows_per_unit)
@@ -39,5 +39,5 @@ class OwnLoopRows:
         return torch.cat(self._fed) if self._fed else torch.zeros(0, dtype=torch.int64)
 
     def clear(self) -> None:
-        """Begin anew."""
+        """Forget all samples."""
         self._fed.clear()

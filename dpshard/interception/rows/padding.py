@@ -10,11 +10,11 @@ from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
 TOLERANCE = 0.25
-"""Between norms of equal rows; far above half precision's rounding."""
+"""Largest relative difference between norms of equal rows; far above half precision's rounding."""
 SMALL = 0.05
-"""Share of the threshold that may be rounding."""
+"""Share of the clipping threshold below which a norm may be rounding."""
 NOTHING = 1e-6
-"""Share of the sample's norm below which a copy was masked; dropout leaves more."""
+"""Share of the sample's norm below which the loss has masked the copy. Dropout leaves larger norms."""
 
 
 class Copies:
@@ -30,21 +30,21 @@ class Copies:
         self._states: list[Tensor] = []
 
     def begin(self, device: torch.device) -> None:
-        """Note the generators' states."""
+        """Store the states of the random generators."""
         if not self._states:
             self._states, self._device = _random_states(device), device
 
     def random(self) -> bool:
-        """Return True if random numbers were drawn: copies may have other dropout."""
+        """Return True if random numbers were drawn since `begin`, so that copies may differ by dropout."""
         now = _random_states(self._device)
         return not all(torch.equal(x, y) for x, y in zip(self._states, now, strict=True))
 
     def observe(self, group: ClippingGroup, norm_B: Tensor) -> None:
-        """Take the norms of a group."""
+        """Add the norms of a clipping group."""
         self._norms.append((group, norm_B.detach()))
 
     def end(self, doubts: Doubts, function: ClippingFunction) -> None:
-        """Note the findings."""
+        """Compare the norms, and note the findings in `doubts`."""
         if not self._norms or not self._states:
             return
         n = self._samples
@@ -58,7 +58,7 @@ class Copies:
         share_MB = torch.stack([function.factor(x, group.threshold) * x / group.threshold for group, x in self._norms])
         total_B = norm_MB.sum(0)
         none_B = total_B <= NOTHING * total_B[n - 1]
-        # If samples have no gradient either, the cause may be dropout.
+        # If other samples have no gradient either, the cause may be dropout.
         masked = none_B[n:].all() & ~none_B[:n].any() & (share_MB[:, n - 1].amax() > SMALL)
         if self._mean:
             doubts.note(Doubt.MASKED, masked, wait=True)
@@ -72,5 +72,5 @@ def _random_states(device: torch.device) -> list[Tensor]:
     host = torch.get_rng_state()
     if device.type == "cpu":
         return [host]
-    one = () if device.type == "mps" else (device,)  # Metal has one device
+    one = () if device.type == "mps" else (device,)  # Metal takes no device argument
     return [host, torch.get_device_module(device).get_rng_state(*one)]

@@ -1,20 +1,21 @@
-"""Compiled C for the CPU; numpy and torch do the same, more slowly, where it is not built.
+"""Compiled C for the CPU. Where it is not built, numpy and torch do the same, more slowly.
 
 [Note: Native code]
 
-- normals.c: box_muller, release_, release_pieces_: normals from random words, added to sums. The words are those of
-  OpenSSL's cipher; short pieces need few, which cipher.h makes by the processor's instructions for AES.
+- normals.c: box_muller, release_, release_pieces_: normals from random words, added to sums. The words are the output
+  of OpenSSL's cipher. Short pieces need few words, so cipher.h makes them with the processor's AES instructions.
 - sums.c: checksums, norms_sq: a number for each of many tensors at once.
 - digest.c: add_digests_: a digest of the bits of sums under secret weights.
 - gram.c: floored_ghost_norm_sq: norms by Gram matrices, float32, on x86-64 with AVX2.
 - convolution.c: per_sample_gradients_: gradients of convolutions, or their norms, on the same processors.
 - normalization.c: normalization_gradients: per-sample gradients of weights and biases, float32.
 
-The code runs on torch's threads, which spin for milliseconds after an operator; others would compete for the cores.
-Compilers call GOMP_parallel, which torch's build for Linux brings; without it the code uses one thread. The number of
-threads changes no bit.
+The code runs on torch's threads. These spin for milliseconds after an operator, so threads of its own would compete
+with them for the cores. Compiled OpenMP code calls GOMP_parallel, which torch's build for Linux includes. Without it,
+the code uses one thread. The number of threads changes no bit of the results.
 
-A build changes only the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches it off.
+Another build may change only the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches the code
+off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution

@@ -13,7 +13,7 @@ _MIN_CHANNELS = 8
 """Least output channels per group; fewer leave most of a tile empty."""
 
 _MAX_POSITIONS = 2**16
-"""Most positions of a sample, whose gradients are packed at once."""
+"""Most positions of a sample, because the output gradients at all of them are packed at once."""
 
 
 def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int, positions: int) -> bool:
@@ -21,7 +21,7 @@ def supports_convolution(device: torch.device, dtype: torch.dtype, channels: int
     return channels >= _MIN_CHANNELS and positions <= _MAX_POSITIONS and supports_products(device, dtype)
 
 
-# Operators of torch: fake tensors work, and FLOPs are counted.
+# These are operators of torch, so that fake tensors work and FLOPs are counted.
 
 
 @torch.library.custom_op("dpshard::convolution_gradients_", mutates_args={"gradients"})
@@ -44,7 +44,7 @@ def gradient_norm_sq(
     padding: Sequence[int],
     dilation: Sequence[int],
 ) -> Tensor:
-    """Squared norms [B] of the gradients, without writing these."""
+    """Return the squared norms [B] of the gradients, without writing the gradients."""
     return _call(None, shape, images, stride, padding, dilation)
 
 

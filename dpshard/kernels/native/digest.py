@@ -21,13 +21,13 @@ def supports_digest(tensors: Sequence[Tensor]) -> bool:
 
 
 class Stretches:
-    """Stretches (words; place of the first in its row; weights of the rows [R, 2], int64) at no address yet.
+    """Stretches of words, without addresses: (words, place of the first in its row, weights of the rows [R, 2], int64).
 
     Raises ValueError if rows have no weights.
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int, NDArray[np.int64]]]) -> None:
-        self._rows = [np.ascontiguousarray(rows, np.int64) for _, _, rows in stretches]  # kept at their addresses
+        self._rows = [np.ascontiguousarray(rows, np.int64) for _, _, rows in stretches]  # held to keep the addresses
         words, ats = [n for n, _, _ in stretches], [at for _, at, _ in stretches]
         self._table = columns([0] * len(words), words, ats, [rows.ctypes.data for rows in self._rows])
         for n, at, rows in zip(words, ats, self._rows, strict=True):
@@ -35,7 +35,7 @@ class Stretches:
                 raise ValueError(f"{n} words from {at} on have weights for {len(rows)} rows only.")
 
     def at(self, tensors: Sequence[Tensor]) -> Table:
-        """Return rows of compiled code; ValueError unless `tensors` are contiguous and have so many words."""
+        """Return a table for compiled code. Raises ValueError unless `tensors` are contiguous, of these sizes."""
         found = self._table.copy()
         found[:, 0] = np.fromiter(addresses(tensors), np.int64)
         words = [x.nbytes // 4 for x in tensors]
@@ -47,7 +47,7 @@ class Stretches:
 def add_digests_(total: Tensor, tensors: Sequence[Tensor], stretches: Stretches, columns: Tensor) -> None:
     """Add to `total` [2], int64, the digests of the words of `tensors`.
 
-    Elements have 4 or 8 bytes; columns are [2, WIDTH], int32; all are contiguous. Raises ValueError otherwise.
+    Elements have 4 or 8 bytes. `columns` are [2, WIDTH], int32. All are contiguous. Raises ValueError otherwise.
     """
     compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:

@@ -24,9 +24,9 @@ def ghost_flops(T: int, R: int, C: int) -> int:
 
 
 def floored_ghost_norm_sq(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
-    """Upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
+    """Return upper bounds [B] of the squared norms of sum_t rows_t (x) cols_t over all groups.
 
-    They include what underflow may hide; a group adds at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows [B,
+    They include what underflow may hide. A group adds at least `relative_floor` (sum_t |rows_t| |cols_t|)^2. Rows [B,
     G, T, R] and cols [B, G, T, C] are float32. Raises ValueError otherwise.
     """
     function = _ghost_norms if is_unobserved(rows, cols) else _operator
@@ -46,6 +46,6 @@ def _ghost_norms(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
     return norm_sq
 
 
-# An operator of torch: fake tensors work, and FLOPs are counted.
+# This is an operator of torch, so that fake tensors work and FLOPs are counted.
 _operator = torch.library.custom_op("dpshard::ghost_norms", _ghost_norms, mutates_args=())
 _operator.register_fake(lambda rows, cols, _: rows.new_empty(len(rows)))

@@ -45,7 +45,7 @@ _SIGNATURES = {
 """Return type and argument types."""
 
 Team = tuple[int | None, int]
-"""Address of the function that starts threads (None: one thread), and their number."""
+"""Address of the function that starts threads (None: use one thread), and their number."""
 
 Vectors = tuple[int, Sequence[int]]
 """Address and strides, in elements, of float32 vectors [B, G, T, n]."""
@@ -55,12 +55,12 @@ Table = NDArray[np.int64]
 
 
 def table(rows: Sequence[Sequence[int]]) -> Table:
-    """Return addresses and sizes as compiled code reads them."""
+    """Return rows of addresses and sizes as a table for compiled code."""
     return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
 
 
 def columns(*of_rows: Iterable[int]) -> Table:
-    """Return the same from an iterable for each column, without a call for each row."""
+    """Return the table from one iterable per column, which needs no Python call per row."""
     return np.fromiter(itertools.chain(*of_rows), np.int64).reshape(len(of_rows), -1).T.copy()
 
 
@@ -105,9 +105,9 @@ def supports_products(device: torch.device, dtype: torch.dtype) -> bool:
 
 
 def is_unobserved(*tensors: torch.Tensor) -> bool:
-    """Return True if a torch operator would only run its function, so that torch can be skipped.
+    """Return True if a torch operator would only run its function, so that the function can be called directly.
 
-    Not so where a mode or compiler sees operators, or tensors are fake.
+    This is False under a mode or compiler that intercepts operators, and for fake tensors.
     """
     return (
         torch._C._len_torch_dispatch_stack() == 0
@@ -138,7 +138,7 @@ def load(path: str) -> Library | None:
 
 
 def team() -> Team:
-    """Return torch's threads if GOMP_parallel is available, else this thread."""
+    """Return the Team of torch's threads if GOMP_parallel is available, else that of this thread only."""
     return _gomp_parallel(), torch.get_num_threads()
 
 
@@ -153,7 +153,7 @@ def _gomp_parallel() -> int | None:
 class Library:
     """The compiled functions, which do not check arguments.
 
-    Raises OSError without a library, AttributeError for another interface.
+    Raises OSError if there is no library, and AttributeError if it has another interface.
     """
 
     def __init__(self, path: str) -> None:
@@ -232,7 +232,7 @@ class Library:
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
-        """Raise ArithmeticError if results differ from numpy's; a faulty build could lose noise."""
+        """Raise ArithmeticError if results differ from numpy's, because a faulty build could lose noise."""
         for kind, noise_kind in ((np.float32, np.float32), (np.float32, np.float64), (np.float64, np.float64)):
             self._try_noise(kind, noise_kind)
             self._try_pieces(kind, noise_kind)
@@ -258,7 +258,7 @@ class Library:
             raise ArithmeticError("it draws noise wrongly")
 
     def _try_pieces(self, kind: Any, noise_kind: Any) -> None:
-        half, std, divisor = 1500, 3.0, 7.0  # more pairs than a chunk
+        half, std, divisor = 1500, 3.0, 7.0  # more pairs than one chunk has
         rows, summands = (3, 1) if noise_kind == np.float32 else (4, 4 if kind == np.float32 else 1)
         spans = (0, 7), (3, half), (half + 2, 2 * half), (half - 5, half + 1100), (0, 2 * half)
         count = len(spans) * summands
@@ -281,7 +281,7 @@ class Library:
                 raise ArithmeticError("it draws noise wrongly")
 
     def _try_digest(self) -> None:
-        at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread takes at once
+        at, words = 4000, _scattered(70_000).view(np.int32)  # more rows than a thread processes at once
         columns, rows = _scattered(2, 4096).view(np.int32), _scattered(19, 4).view(np.int64)
         total = np.ones(2, np.int64)
         stretches = [(words.ctypes.data, len(words), at, rows.ctypes.data), (words.ctypes.data, 3, 0, rows.ctypes.data)]
@@ -316,7 +316,7 @@ class Library:
     def _try_norms(self) -> None:
         B, G, T, *dims = sizes = (2, 2, 300, 5, 600)  # three blocks of positions, five chunks of columns
         rows, cols = (_scattered(B, G, n, T).swapaxes(2, 3) for n in dims)
-        # In two cases, squares of one side underflow beside large values of the other.
+        # In two cases, squares of one factor underflow, while the other factor has large values.
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]
@@ -327,7 +327,7 @@ class Library:
     def _try_convolution(self, R: int) -> None:
         B, k, G, C = 2, 2, 2, 3
         positions, kernel, stride, dilation, padding = (2, 3, 100), (2, 2, 3), (2, 1, 3), (2, 1, 3), (1, 1, 0)
-        space = (3, 2, 304)  # padded, the last window meets the last element
+        space = (3, 2, 304)  # with padding, the last window reaches the last element
         input, gradient = _scattered(B, k, G, C, *space), _scattered(B, k, G, R, *positions)
         kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
         sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)

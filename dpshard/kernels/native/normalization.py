@@ -9,15 +9,15 @@ from dpshard.kernels.native.library import is_unobserved, library, team
 
 
 def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return True if compiled code supports such inputs."""
+    """Return True if compiled code supports inputs of this device and dtype."""
     return device.type == "cpu" and dtype == torch.float32 and library() is not None
 
 
 def normalization_gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: bool) -> Tensor:
-    """Per-sample gradients [2, B, K] of weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
+    """Return per-sample gradients [2, B, K] of weights and biases of y = w (x - mean) / sqrt(var + eps) + b.
 
     `x` and the `gradient` of y are float32. groups > 0: [B, K, N], normalised by groups of K / groups rows. groups = 0:
-    [B, N, K], normalised by row. If not `centered`, 0 replaces the mean. Raises ValueError otherwise.
+    [B, N, K], normalised by row. Unless `centered`, the mean counts as 0. Raises ValueError otherwise.
     """
     function = _gradients if is_unobserved(x, gradient) else _operator
     return function(x, gradient, groups, eps, centered)

@@ -1,4 +1,4 @@
-"""Box and Muller's normals, and their addition to a sum."""
+"""Normals by the Box-Muller method, and their addition to a sum."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from dpshard.kernels.native.library import Table, addresses, library, sizes, tea
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
     """Fill `normals` [units, 2, n], float32 or float64, from random `words` [units, 3 or 4, n].
 
-    After Box and Muller 1958: 31 bits of each of two words for the radius, one word for the angle, or two in float64.
-    Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units, n], of the
-    normals' dtype.
+    After Box and Muller 1958: 31 bits of each of two words give the radius. One word gives the angle, or two in
+    float64. Each unit of `words`, and `normals`, are contiguous. May overwrite `words` and `scratch` [3 or 4, units,
+    n], of the normals' dtype.
     """
     compiled = library()
     if compiled is None:
@@ -29,7 +29,7 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
-    """Replace `x` [n] by (x + std * noise) / divisor in place; a wider `noise` makes it round once.
+    """Replace `x` [n] by (x + std * noise) / divisor in place. With a wider `noise`, only the result is rounded.
 
     Both are contiguous, float32 or float64, and `noise` is not narrower than `x`. May overwrite `noise`.
     """
@@ -41,10 +41,10 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 
 
 class Pieces:
-    """Pieces of parts with so many elements, each with a stream of its own.
+    """Pieces of parts of a tensor, each with a stream of random words of its own.
 
-    Rows (part, first, half, lo, end), int64 [N, 5]. A stream makes the normals [2, half]. The elements of the flattened
-    part from `first` on get those in [lo, end). Raises ValueError for pieces outside their parts.
+    Rows (part, first, half, lo, end), int64 [N, 5]. The stream of a piece gives normals [2, half]. Normals [lo, end)
+    are for the elements of the flattened part from `first` on. Raises ValueError for pieces outside their parts.
     """
 
     def __init__(self, sizes: Sequence[int], rows: NDArray[np.int64]) -> None:
@@ -55,7 +55,7 @@ class Pieces:
         self.sizes, self.rows = [*sizes], rows
 
     def at(self, parts: Sequence[Tensor]) -> Table:
-        """Return rows of compiled code (address, half, lo, end) for contiguous parts of these sizes."""
+        """Return the table (address, half, lo, end) for compiled code, for contiguous parts of these sizes."""
         found = self.rows[:, 1:].copy()
         found[:, 0] *= parts[0].itemsize
         found[:, 0] += np.fromiter(addresses(parts), np.int64)[self.rows[:, 0]]
@@ -64,7 +64,7 @@ class Pieces:
     def bytes_of_streams(self, *, wide: bool) -> list[int]:
         """Bytes that each piece needs of each of its streams."""
         half, lo, end = self._half, self._lo, self._end
-        last = np.where(end <= half, end, np.where(lo < half, half, end - half))  # after the last pair; see pairs_of
+        last = np.where(end <= half, end, np.where(lo < half, half, end - half))  # end of the pairs; see pairs_of
         return (4 * ((3 if wide else 2) * half + last)).tolist()
 
 
@@ -110,11 +110,11 @@ def release_pieces_(
 
 
 _TOGETHER = 2**20
-"""Bytes of streams at once: more do not fit the cache, fewer are mostly overhead."""
+"""Bytes of streams that are made at once. More do not fit the cache, and fewer are mostly overhead."""
 
 
 def _batches(sizes: Sequence[int], most: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of consecutive indices whose sizes, at least one, add up to `most`; or of one index."""
+    """Yield ranges of consecutive indices whose sizes add up to at most `most`. A single larger one is a range, too."""
     start = total = 0
     for i, size in enumerate(sizes):
         if i > start and total + size > most:

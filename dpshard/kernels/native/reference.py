@@ -1,4 +1,4 @@
-"""The compiled functions in numpy: noise without a build, and references for tests."""
+"""The compiled functions in numpy, for noise without a build, and as references for tests."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
 
 def streams(keys: Sequence[bytes], sizes: Sequence[int]) -> list[bytes]:
     """Return the first bytes, at least `sizes` of them, of randomness.RandomSource under each of `keys`."""
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # late: loading it takes 0.1 s
+    from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # imported late, because loading it takes 0.1 s
 
-    # Bytes of the stream, then the tag. Such an object is made five times as fast as a stream.
+    # Bytes of the stream, then the tag. An AESGCM object is made five times as fast as an object for the stream cipher.
     zeros = memoryview(bytes(max(sizes)))
     return [AESGCM(key).encrypt(bytes(12), zeros[:n], None) for key, n in zip(keys, sizes, strict=True)]
 
@@ -109,7 +109,7 @@ def convolution_gradients(
     stride: tuple[int, int, int],
     dilation: tuple[int, int, int],
 ) -> NDArray[np.float64]:
-    """Gradients [B, G, R, C, *kernel]; input: padded [B, k, G, C, *space]; gradient: [B, k, G, R, *positions]."""
+    """Return [B, G, R, C, *kernel], given input [B, k, G, C, *space], padded, and gradient [B, k, G, R, *positions]."""
     positions = gradient.shape[4:]
     out = np.empty((*gradient.shape[:1], *gradient.shape[2:4], input.shape[3], *kernel))
     for at in np.ndindex(*kernel):

@@ -1,6 +1,7 @@
 """The choice of kernels: it depends only on the device, dtypes and sizes.
 
-Each device's first use compares kernels with torch. One that differs switches them off.
+Before their first use on a device, kernels are compared with torch. If one differs, torch replaces the kernels of its
+kind.
 """
 
 from __future__ import annotations
@@ -74,9 +75,9 @@ def self_tests(device: torch.device) -> dict[str, Callable[[], bool]]:
 
 
 def _passes(device: torch.device, find_wrong: Callable[[Any], str | None]) -> bool:
-    """Return True if `find_wrong` names no kernel; warn if it does, or if nothing can be launched."""
+    """Return True if `find_wrong` finds no wrong kernel. Warn if it finds one, or if kernels cannot be launched."""
     try:
-        with ThreadPoolExecutor(1) as thread:  # without modes of torch, streams or settings of the caller
+        with ThreadPoolExecutor(1) as thread:  # a new thread has none of the caller's torch modes, streams and settings
             wrong = thread.submit(_try_out, find_wrong).result()
     except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
         warnings.warn(
@@ -103,7 +104,7 @@ def _try_out(find_wrong: Callable[[Any], str | None]) -> str | None:
 
     try:
         return find_wrong(self_test)
-    except TritonError as error:  # a plain Exception
+    except TritonError as error:  # Triton's errors derive from Exception only
         raise RuntimeError(str(error)) from error
 
 
@@ -138,7 +139,7 @@ def supports_rows(x: Tensor) -> bool:
 
 
 def supports_row_norms(x: Tensor) -> bool:
-    """Return True if a kernel takes the norms of rows of x [B, ...]: one program a row suits short ones."""
+    """Return True if a kernel takes the norms of rows of x [B, ...]. Only for short rows: one program takes a row."""
     return x.shape[1:].numel() <= tiles.LONGEST and supports_rows(x)
 
 

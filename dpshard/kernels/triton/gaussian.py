@@ -14,7 +14,7 @@ from dpshard.kernels.philox import HALF
 def _release(
     x, streams, weights, squares, blocks, vectors, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr
 ):
-    """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of their squares before."""
+    """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of squares of x."""
     pid = tl.program_id(0)
     origin = (pid.to(tl.int64) + start // (2 * HALF)) * (2 * HALF)
     stream = streams + 3 * (origin // BLOCK - start // BLOCK)

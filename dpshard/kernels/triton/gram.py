@@ -1,6 +1,7 @@
 """The ghost norm, by tiles of two symmetric Gram matrices. Needs Triton.
 
-Each program multiplies a tile of both, for blocks i >= j, and writes the sum, doubled off the diagonal.
+Each program multiplies the tiles of both for blocks i >= j, and writes the sum of the product. The sum counts twice off
+the diagonal.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _CHUNK = 1024
 
 @triton.jit
 def _gram_tile(x, i, j, n, T, stride_t, stride_n, TILE: tl.constexpr, STEP: tl.constexpr, CHUNK: tl.constexpr):
-    """Inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
+    """Return inner products [TILE, TILE] of the rows i and j (positions, int64 [TILE]) of x [T, n]."""
     total = tl.zeros((TILE, TILE), dtype=tl.float32)
     left = x + i[:, None] * stride_t
     right = x + j[:, None] * stride_t
@@ -63,8 +64,8 @@ def _ghost_norm_sq(
 ):
     """Write the sum of a tile of the Gram product, and of the roots of its diagonal.
 
-    Two lines of the triangle of tiles, line `short` and its counterpart, have constant length. Side by side, such
-    pairs fill a rectangle of programs.
+    Line `short` of the triangle of tiles and its counterpart have a constant total length. So such pairs of lines fill
+    a rectangle of programs.
     """
     pid = tl.program_id(0)
     width = tiles + 1 - tiles % 2

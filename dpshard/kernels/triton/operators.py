@@ -11,7 +11,7 @@ from torch._ops import OpOverload
 
 
 def _operator(schema: str) -> Callable[[Callable[..., Any]], OpOverload]:
-    """Make an operator of a function. Calls are faster than those of `torch.library.custom_op`."""
+    """Return a decorator that makes an operator of a function. Calls are faster than with `torch.library.custom_op`."""
 
     def register(function: Callable[..., Any]) -> OpOverload:
         name = f"dpshard::{function.__name__}"
@@ -24,11 +24,11 @@ def _operator(schema: str) -> Callable[[Callable[..., Any]], OpOverload]:
 
 @_operator("(Tensor rows, Tensor cols, float floor) -> Tensor")
 def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
-    """Squared norms of sum_t rows_t (x) cols_t, added up over groups, [B], float32.
+    """Return squared norms [B], float32, of sum_t rows_t (x) cols_t, summed over groups.
 
-    Of each group at least floor * (sum_t |rows_t| |cols_t|)^2, because Gram matrices round. Squared norms include what
-    underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision dtype; see
-    `supports_product`.
+    Each group adds at least floor * (sum_t |rows_t| |cols_t|)^2, because Gram matrices are rounded. Squared norms
+    include what underflow may hide. Rows [B, G, T, R] and cols [B, G, T, C] have any strides and one half-precision
+    dtype; see `supports_product`.
     """
     from dpshard.kernels.triton import gram  # needs Triton
 
@@ -38,7 +38,7 @@ def ghost_norm_sq(rows: Tensor, cols: Tensor, floor: float) -> Tensor:
 
 @_operator("(Tensor rows, Tensor cols) -> Tensor")
 def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
-    """Squared norms [B], float32, over all groups, without storing gradients."""
+    """Return squared norms [B], float32, of the gradients over all groups, without storing gradients."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -47,7 +47,7 @@ def gradient_norm_sq(rows: Tensor, cols: Tensor) -> Tensor:
 
 @_operator("(Tensor rows, Tensor cols) -> (Tensor, Tensor)")
 def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32."""
+    """Return gradients sum_t rows_t (x) cols_t [B, G, R, C] and their squared norms [B], float32."""
     from dpshard.kernels.triton import product
 
     with torch.cuda.device_of(rows):
@@ -57,9 +57,9 @@ def per_sample(rows: Tensor, cols: Tensor) -> tuple[Tensor, Tensor]:
 
 @_operator("(Tensor rows, Tensor cols, Tensor factors) -> Tensor")
 def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
-    """sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
+    """Return sum_i factors_i * gradient_i, [G, R, C], float32, with float32 factors [B].
 
-    A factor of 0 leaves out even a NaN.
+    A factor of 0 skips even a NaN.
     """
     from dpshard.kernels.triton import product
 
@@ -69,7 +69,7 @@ def weighted_sum(rows: Tensor, cols: Tensor, factors: Tensor) -> Tensor:
 
 @_operator("(Tensor x) -> Tensor")
 def row_norm_sq(x: Tensor) -> Tensor:
-    """Squared norms [B], float32, of the rows of x [B, n]; see `supports_row_norms`."""
+    """Return squared norms [B], float32, of the rows of x [B, n]; see `supports_row_norms`."""
     from dpshard.kernels.triton import rows
 
     with torch.cuda.device_of(x):
@@ -78,9 +78,9 @@ def row_norm_sq(x: Tensor) -> Tensor:
 
 @_operator("(Tensor x, Tensor weights) -> Tensor")
 def weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
-    """Weighted sums [uses, n], float32, of the rows of x [uses, B, n] by use; float32 weights [uses, B].
+    """Return weighted sums [uses, n], float32, of the rows of x [uses, B, n] by use; float32 weights [uses, B].
 
-    See `supports_rows`. Leaves out rows of weight 0, whatever they hold: NaN, too.
+    See `supports_rows`. Rows of weight 0 are skipped, even if they hold NaN.
     """
     from dpshard.kernels.triton import rows
 
@@ -90,17 +90,17 @@ def weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
 
 @_operator("(Tensor(a!) x, Tensor streams, Tensor weights, int block, int start, float std, float divisor) -> Tensor")
 def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """Turn x [n] (float32, contiguous) into (x + std * noise) / divisor in place; return |x|^2 before, [], float64.
+    """Replace x [n] (float32, contiguous) by (x + std * noise) / divisor; return |x|^2 of the old x, [], float64.
 
     philox.py defines the normals; noise is their sum over vectors, with `weights` (float32 [vectors]). x holds elements
     [start, start + n) of a tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams.
-    `streams` (int64 [vectors, ., 3], contiguous): those that meet x.
+    `streams` (int64 [vectors, ., 3], contiguous) are those of the blocks that overlap x.
     """
     from dpshard.kernels.triton import gaussian
 
     with torch.cuda.device_of(x):
         norm_sq = gaussian.release_(x, streams, weights, block, start, std, divisor)
-    torch.autograd.graph.increment_version(x)  # the schema makes torch count no write
+    torch.autograd.graph.increment_version(x)  # torch does not count the write that the schema declares
     return norm_sq
 
 

@@ -32,7 +32,7 @@ def _gradient_tile(
     C_TILE: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    """Elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
+    """Return elements r x c (int64 [R_TILE], [C_TILE]) of the gradient [R, C] of one sample and group, float32."""
     total = tl.zeros((R_TILE, C_TILE), dtype=tl.float32)
     for start in range(0, T, STEP):
         t = start + tl.arange(0, STEP)
@@ -79,7 +79,7 @@ def _squares(
     x = rows + b * rows_b + g * rows_g
     y = cols + b * cols_b + g * cols_g
     tile = _gradient_tile(x, y, r, c, T, R, C, rows_t, rows_r, cols_t, cols_c, R_TILE, C_TILE, STEP)
-    # In two steps, Triton 3.7 fails to compile for capability 10.0.
+    # Written in two steps, Triton 3.7 cannot compile this for capability 10.0.
     tl.store(squares + pid, tl.sum(tile * tile))
     if KEEP:
         place = gradients + sample * R * C + r[:, None] * C + c[None, :]
@@ -110,7 +110,7 @@ def _weighted_sum(
 ):
     """Write one tile of the weighted sum over samples, of one group.
 
-    The factor multiplies float32 sums, because half-precision rows would round it. A factor of 0 leaves a NaN out.
+    The factor multiplies float32 sums, because half-precision rows would round it. A factor of 0 skips a NaN.
     """
     pid = tl.program_id(0)
     across = tl.cdiv(C, C_TILE)

@@ -13,12 +13,12 @@ _STEP = 2048
 """Elements of a row per step."""
 _SAMPLES = 32
 _ELEMENTS = 256
-"""Tile of a weighted sum."""
+"""Elements per tile of a weighted sum."""
 
 
 @triton.jit
 def _row_norm_sq(x, squares, n, x_b, x_n, root, STEP: tl.constexpr):
-    """Write the squared norm of one row, whose norm is raised by `root`."""
+    """Write the squared norm of one row, after `root` is added to the norm."""
     row = x + tl.program_id(0).to(tl.int64) * x_b
     total = tl.zeros((STEP,), dtype=tl.float32)
     for start in range(0, n, STEP):
@@ -26,7 +26,7 @@ def _row_norm_sq(x, squares, n, x_b, x_n, root, STEP: tl.constexpr):
         value = tl.load(row + at.to(tl.int64) * x_n, mask=at < n, other=0.0).to(tl.float32)
         total += value * value
     norm_sq = tl.sum(total, 0)
-    # (norm + root)^2, in which an approximate square root loses nothing of the norm.
+    # (norm + root)^2, written so that an approximate square root does not lower the result below norm^2.
     tl.store(squares + tl.program_id(0), norm_sq + 2 * root * tl.sqrt(norm_sq) + root * root)
 
 

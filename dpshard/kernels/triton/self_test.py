@@ -1,6 +1,6 @@
 """Compare the kernels with torch's own results, once on each device. Needs Triton.
 
-A wrong kernel would understate norms, leave out noise, or draw it again for other sums, without a sign.
+A wrong kernel would understate norms, omit noise, or use one noise for other sums, without an error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BLOCK = 4 * philox.HALF
 
 
 def wrong_noise(device: torch.device) -> str | None:
-    """Return the name of the noise's kernel if it differs from philox.py."""
+    """Return the name of the noise kernel if its results differ from those of philox.py, else None."""
     x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
     names = [[[3**30 + i + vector, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)] for vector in range(2)]
     streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
@@ -40,7 +40,7 @@ def wrong_noise(device: torch.device) -> str | None:
 
 
 def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Return the name of the first kernel whose products differ from torch's in float64."""
+    """Return the name of the first kernel whose products differ from torch's in float64, or None."""
     generator = _generator(device)
     for B, G, T, R, C in _SIZES:
         rows = torch.randn(B, G, T, R, generator=generator, device=device).to(dtype)
@@ -53,7 +53,7 @@ def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _products(rows: Tensor, cols: Tensor, factors: Tensor) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    """Yield names, results, those of float64, and the sums of magnitudes that rounding follows."""
+    """Yield names, results, results in float64, and sums of magnitudes, to which rounding is proportional."""
     r, c = rows.double(), cols.double()
     gradients, sizes = r.mT @ c, r.abs().mT @ c.abs()
     norm_sq = gradients.square().sum((1, 2, 3))
