@@ -118,7 +118,7 @@ def total_cost(spans: Iterable[Span]) -> Counter[Release]:
 
 
 def first_missing(spans: Iterable[Span], run: str, steps: int) -> int | None:
-    """Return the first of the `steps` steps of `run` without a release, counted from 1; None if there is none."""
+    """Return the number, from 1, of the first step of `run` without a release, or None. The run has `steps` steps."""
     reached = 0
     for span in sorted((span for span in spans if span.run == run), key=lambda span: span.start):
         if span.start <= reached:

@@ -79,7 +79,7 @@ class Source:
     exact: bool
     """True if equal labels mean equal functions of the parameters."""
     transpose_of: Source | None = None
-    """The source of which this one is the transpose; records go there."""
+    """The source whose transpose this one is; records go there."""
     slice_of: tuple[Source, int] | None = None
     """The weight of all experts, and this expert's index along dimension 0; else None."""
 
