@@ -60,7 +60,7 @@ class InterceptionMode(TorchFunctionMode):
     """Redirects calls that use parameters to their rules."""
 
     rehearsals: dict[Any, Any] | None = None
-    """Rehearsals of compiled regions, for this layout and number of samples."""
+    """Rehearsals of compiled regions, by layout and number of samples."""
 
     def __init__(
         self,
