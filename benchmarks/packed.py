@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from dpshard import Packing, PrivacyEngine
 from dpshard.losses import packed_cross_entropy, sample_losses
 from dpshard.sampling import load, packer, plan_steps
-from dpshard.step.samples_of_run import sampler_of
 
 VOCABULARY, HEADS = 257, 4
 BEGIN = 256
@@ -117,7 +116,7 @@ class Training:
             return
         self.engine.detach()
         secret = bytes(32)
-        sampler = sampler_of(self.engine.mechanism, secret)
+        sampler = self.engine._samples.sampler(secret)
         plans = plan_steps(sampler, secret, count(), most, pack=packer(docs, packing))
         loaded = load(docs, plans, sample_size=len(docs), packed=packed, collate_fn=collate)
         by_step = groupby(loaded, lambda pair: pair[0].step)

@@ -19,6 +19,7 @@ from dpshard.sampling.plans import (
     plan_steps,
     require_feed,
 )
+from dpshard.sampling.samplers import sampler_of
 from dpshard.sampling.streams import Stream, fingerprints
 
 __all__ = [
@@ -44,4 +45,5 @@ __all__ = [
     "require_dataset",
     "require_feed",
     "require_packing",
+    "sampler_of",
 ]

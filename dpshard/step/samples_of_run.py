@@ -16,17 +16,12 @@ from torch.utils.data import IterableDataset
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.communicator import Communicator
-from dpshard.config import steps_of_epoch
 from dpshard.errors import CheckpointError, DataError
 from dpshard.interception import OwnLoopRows
 from dpshard.sampling import (
-    AllocationSampler,
-    CyclicPoissonSampler,
-    FixedOrderSampler,
     MicroBatchPlan,
     Packing,
     Participation,
-    PoissonSampler,
     Sampler,
     Stream,
     fingerprints,
@@ -35,23 +30,11 @@ from dpshard.sampling import (
     packer,
     plan_micro_batches,
     plan_steps,
+    sampler_of,
 )
 from dpshard.step.refusals import refuse_own_loop
 
 SOURCES = ("indices", "stream", "loop")
-
-
-def sampler_of(mechanism: Mechanism, secret: bytes) -> Sampler:
-    """Return the sampler of a run."""
-    samples, schedule, correlation = mechanism.sample_size, mechanism.schedule, mechanism.noise_correlation
-    if mechanism.sampling == "balls-in-bins":
-        return AllocationSampler(samples, steps_of_epoch(samples, schedule[0]), secret, correlation is not None)
-    if mechanism.sampling == "fixed-order":
-        return FixedOrderSampler(samples, schedule[0], secret)
-    if mechanism.sampling == "cyclic-poisson":
-        assert correlation is not None  # require_sampling
-        return CyclicPoissonSampler(samples, schedule[0], correlation.bands, secret)
-    return PoissonSampler(samples, schedule, secret, max_batch_size=mechanism.max_batch_size)
 
 
 class SamplesOfRun:
@@ -100,8 +83,14 @@ class SamplesOfRun:
             self._require("indices")
         ranks = {"rank": self._ranks.rank, "world_size": self._ranks.world_size}
         of_units = {"rows_per_unit": self._mechanism.rows_per_unit}
-        sampler = sampler_of(self._mechanism, secret)
-        yield from plan_steps(sampler, secret, steps, micro_batch_size, **ranks, **of_units, **how)
+        yield from plan_steps(self.sampler(secret), secret, steps, micro_batch_size, **ranks, **of_units, **how)
+
+    def sampler(self, secret: bytes) -> Sampler:
+        """Return the sampler of the run."""
+        run, correlation = self._mechanism, self._mechanism.noise_correlation
+        bands = None if correlation is None else correlation.bands
+        rules = {"max_batch_size": run.max_batch_size, "bands": bands}
+        return sampler_of(run.sampling, run.sample_size, run.schedule, secret, **rules)
 
     def _warn_of_end(self, steps: range) -> None:
         if self._begun and not steps:  # a finished run that resumes has no epochs to loop over

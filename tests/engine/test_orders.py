@@ -14,7 +14,6 @@ from dpshard import BandedInverse, BandMF, PrivacyEngine, QuantileTracking
 from dpshard.accounting import Release, compute_epsilon
 from dpshard.errors import AccountingError, CheckpointError, ConfigurationError, DataError, LogicalBatchError
 from dpshard.noise.keyed import KeyedGaussian
-from dpshard.step.samples_of_run import sampler_of
 
 N, B = 22, 4
 X, Y = torch.randn(N, 3, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 2
@@ -516,5 +515,5 @@ def test_evaluation_and_left_batches_do_not_take_part():
 
 def test_the_sampler_of_balls_in_bins_is_the_accounted_one():
     engine = make("balls-in-bins")
-    sampler = sampler_of(engine.mechanism, engine._secret)
+    sampler = engine._samples.sampler(engine._secret)
     assert sampler.epoch_steps == engine.mechanism.scheme.release.epoch_steps == 6

@@ -159,7 +159,7 @@ def test_tf32_enters_neither_gram_matrices_nor_clipped_sums(kind, precision):
 
 
 @pytest.mark.parametrize("kind", ["linear", "convolution"])
-@pytest.mark.parametrize("rounded", [{"grams"}, {"sums"}, {"grams", "sums"}], ids=str)
+@pytest.mark.parametrize("rounded", [("grams",), ("sums",), ("grams", "sums")], ids="+".join)
 def test_tf32_in_either_would_be_seen(kind, rounded):
     with watched(kind, **dict.fromkeys(rounded, in_tf32)):
         found, expected = Cancelling(kind).step()
