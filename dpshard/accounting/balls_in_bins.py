@@ -29,11 +29,11 @@ class BallsInBins:
 
     @property
     def sensitivity(self) -> float:
-        """See SamplingScheme."""
+        """Largest change of a sum by a sample with contributions of norm 1."""
         return 1.0
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See SamplingScheme."""
+        """Return the releases that these steps cost together: one per epoch."""
         T, total, spans = self.release.epoch_steps, Counter[Release](), list(spans)
         if len(spans) == 1 and spans[0].start == 0:  # almost always
             whole, rest = divmod(spans[0].stop, T)
@@ -55,7 +55,7 @@ class BallsInBins:
         return replace(self.release, noise_multiplier=sigma, sampling_probability=share, allocated_steps=steps)
 
     def in_words(self, steps: int) -> str:
-        """See SamplingScheme."""
+        """Describe the releases of `steps` steps."""
         T = self.release.epoch_steps
         return f"{steps} releases in epochs of {T}, with every sample in one random step of each (balls in bins)"
 

@@ -51,7 +51,7 @@ class SampledMechanism:
     earlier: Counts = ()
     """Releases about the same samples before the run, which epsilon covers."""
     sampling: SamplingName = "poisson"
-    """See [Note: Ways to sample] in sampling_schemes.py."""
+    """How batches are drawn; see [Note: Ways to sample] in sampling_schemes.py."""
     noise_correlation: BandedInverse | BandMF | None = None
     """Correlation of the noise over steps, or None."""
 

@@ -27,12 +27,12 @@ from dpshard.noise import LOG2_STD
 Counts = tuple[tuple["Release", int], ...]
 """Distinct releases and their counts."""
 Relation = Literal["add-or-remove-one", "replace-special"]
-"""See [Note: Releases and relations]."""
+"""Neighbouring relation; see [Note: Releases and relations]."""
 
 SIMULATION_FAILURE = 1e-12
 """Probability that a simulation fails, which counts towards delta."""
 ROUNDING = 1 + 2.0**-5
-"""See [Note: Noise on a grid] in noise/keyed.py."""
+"""Distance that rounding adds to sums, in grid steps over sqrt(d); see [Note: Noise on a grid] in noise/keyed.py."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -86,7 +86,7 @@ class FixedOrder:
         return sensitivities(self.correlation, self.steps, self.separation)
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See SamplingScheme."""
+        """Return the releases that these steps cost together: one Gaussian release."""
         ends, moved = [span.stop for span in spans], self._sensitivities
         if not ends:
             return Counter()
@@ -113,7 +113,7 @@ class CyclicPoisson:
         return float(sensitivities(self.correlation, self.steps, self.steps)[-1])
 
     def cost(self, spans: Iterable[Span]) -> Counter[Release]:
-        """See SamplingScheme."""
+        """Return the releases that these steps cost together: one per turn."""
         ends = [(span.start, span.stop) for span in spans]
         turns = math.ceil(max((stop for _, stop in ends), default=0) / self.correlation.bands)
         if len(ends) <= 1:
@@ -146,7 +146,7 @@ class CorrelatedBins:
 
     @property
     def release(self) -> Release:
-        """See SamplingScheme."""
+        """The release that all steps are part of."""
         overlaps = _circle(self.correlation, self.steps, self.epoch_steps)[1]
         return Release(
             self.noise_multiplier, 1.0, self.sample_size, allocated_steps=self.epoch_steps, overlaps=overlaps

@@ -1,4 +1,4 @@
-"""A training survives a kill at any moment, and resumes on any number of ranks."""
+"""Checkpoints of a whole training, which survives a kill at any moment, and resumes on any number of ranks."""
 
 from __future__ import annotations
 

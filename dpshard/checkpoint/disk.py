@@ -33,7 +33,7 @@ def open_private(path: Path, mode: str, *, public: bool = False) -> IO[Any]:
 
 
 def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
-    """Return `work` with OSErrors as CheckpointErrors."""
+    """Return `work`, changed to raise CheckpointError in place of OSError."""
 
     def run() -> T:
         try:
@@ -47,7 +47,7 @@ def explained(place: Path, work: Callable[[], T]) -> Callable[[], T]:
 
 def why(error: BaseException, path: Path) -> str:
     """Return the reason of `error` at `path`."""
-    # torch's writer ignores the OSError, counts bytes, and raises this RuntimeError.
+    # torch's writer ignores the OSError, counts the written bytes, and raises this RuntimeError.
     cut_short = isinstance(error, RuntimeError) and ("inline_container" in str(error) or "file write" in str(error))
     if not cut_short and getattr(error, "errno", None) not in _FULL:
         return (isinstance(error, OSError) and error.strerror) or str(error) or repr(error)

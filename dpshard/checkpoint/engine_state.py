@@ -12,7 +12,7 @@ from dpshard.errors import CheckpointError, ConfigurationError
 
 FORMAT = 3
 SECURE_NOISE = "sums of 4 normals"
-"""Another kind would draw other noise for repeated steps."""
+"""Kind of secure noise; another kind would draw other noise for repeated steps."""
 
 
 class Unpacked(NamedTuple):
@@ -22,13 +22,13 @@ class Unpacked(NamedTuple):
     account: dict[str, Any]
     """Ledger and history, see Budget."""
     facts: dict[str, Any]
-    """See facts.py."""
+    """Facts that affect the rounding of sums; see facts.py."""
     thresholds: Any
     """Adaptive thresholds, or None."""
     noise: Any
     """Keys of past noise, or None."""
     order: Any
-    """Which samples took part, in a fixed order; or None."""
+    """Which samples took part, if their order is fixed; else None."""
 
 
 def pack(
@@ -41,7 +41,7 @@ def pack(
     noise: list[str] | None = None,
     order: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return `Unpacked` and the mechanism as plain JSON with a digest."""
+    """Return the fields of `Unpacked` and the mechanism as plain JSON with a digest."""
     state = {"format": FORMAT, "mechanism": _plain(mechanism), "secret": secret.hex(), **account, "facts": facts or {}}
     optional = {"thresholds": thresholds, "noise": noise, "order": order}
     state |= {name: value for name, value in optional.items() if value is not None}
@@ -71,7 +71,7 @@ def unpack(state: Any, mechanism: Mechanism) -> Unpacked:
             "budget or release a step twice. Resume from an older checkpoint."
         )
     own = json.loads(json.dumps(_plain(mechanism)))
-    saved = {"sampling": "poisson", "noise_correlation": None} | json.loads(json.dumps(saved))  # since they exist
+    saved = {"sampling": "poisson", "noise_correlation": None} | json.loads(json.dumps(saved))  # for older states
     changed = sorted(key for key in own.keys() | saved.keys() if own.get(key) != saved.get(key))
     if changed:
         shown = "; ".join(f"{key}: saved {_short(saved.get(key))}, now {_short(own.get(key))}" for key in changed)

@@ -1,15 +1,14 @@
-"""Facts that affect the bits of a repeated step's sums; not part of the mechanism.
+"""Facts that affect the rounding of a repeated step's sums, but are not part of the mechanism.
 
 [Note: Facts of a run]
 Other ranks, shards, micro-batch sizes, clipping modes or kernels round sums differently. Loading a state under other
-facts warns; only the digest of the sums decides. Tensors in memory get a keyed digest of a few rows, a Subset of its
-indices. That of a UnitDataset covers which rows form each unit. That of a ConcatDataset covers the lengths of parts.
-It reveals another data set, not one changed row. Reading other data sets could open files or draw random numbers.
+facts warns; only the digest of the sums decides. Tensors in memory get a keyed digest of a few rows, and a Subset gets
+one of its indices. The digest of a UnitDataset covers which rows form each unit. That of a ConcatDataset covers the
+lengths of its parts. A digest reveals another data set, but not one changed row. Reading other data sets could open
+files or draw random numbers.
 
 Without Poisson sampling, the order of rows decides when a sample comes again. So other rows are refused after a
-release.
-
-On several ranks an index must name one sample. So all ranks must have one digest, or none of them any.
+release. An index must mean the same sample on all ranks. So all ranks must have one digest, or none may have any.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ UNKNOWN = "00" * 32
 
 
 class FactsOfRun:
-    """See [Note: Facts of a run]."""
+    """The facts of this run and of the loaded state; see [Note: Facts of a run]."""
 
     def __init__(self, backend: Backend, clipping_mode: str, sampling: SamplingName = "poisson") -> None:
         self._backend, self._clipping_mode, self._sampling = backend, clipping_mode, sampling
@@ -69,11 +68,11 @@ class FactsOfRun:
         self._compare(step)
 
     def forget(self) -> None:
-        """Forget the loaded facts: releases since are known."""
+        """Forget the loaded facts, because all releases since then are known."""
         self._saved = {}
 
     def know_data(self, saved: dict[str, Any], secret: bytes) -> None:
-        """Store the data of the run with this secret."""
+        """Store the digest of the data of the run with this secret."""
         data = saved.get("data")
         if data is not None or (self._data is not None and self._data[0] != secret):
             self._data = None if data is None else (secret, data)
@@ -83,7 +82,8 @@ class FactsOfRun:
     ) -> None:
         """Set the facts of the batches; all ranks call it.
 
-        Raises DataError on all ranks: if their rows differ, or for other rows after a release where order matters.
+        Raises DataError on all ranks if their rows differ. Where order matters, it does so for other rows after a
+        release, too.
         """
         data = of_rows(dataset, secret)
         self._require_on_all_ranks(data)
@@ -106,7 +106,7 @@ class FactsOfRun:
         own = torch.tensor(list(bytes.fromhex(data or UNKNOWN)), dtype=torch.uint8, device="cpu")
         seen = {bytes(row).hex() for row in ranks.all_gather(own).tolist()}
         if self._backend.stages is not None:
-            seen.discard(UNKNOWN)  # a stage between the first and the last needs no rows
+            seen.discard(UNKNOWN)  # a pipeline stage between the first and the last reads no rows
         if len(seen) > 1:
             raise DataError(
                 "Ranks passed different data sets to engine.batches(...), or the same samples in different orders. An "
@@ -166,11 +166,11 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
 
 
 def _chosen(dataset: Any, rows: list[int]) -> tuple[list[int], Any] | None:
-    """Return which rows these are of another data set, and that one if known; None without indices."""
+    """Return the indices of these rows in an underlying data set, and that data set if known; None without indices."""
     if type(dataset) is Subset:
         return [int(dataset.indices[i]) for i in rows], dataset.dataset
     if type(dataset).__module__ == "datasets.arrow_dataset" and dataset._indices is not None:
-        # Hugging Face's fingerprint would differ with times of files.
+        # Hugging Face's own fingerprint would change with the times of files.
         return dataset._indices.column(0).take(rows).to_pylist(), None
     return None
 

@@ -61,7 +61,7 @@ class CheckpointFolder:
             file.flush()
             os.fsync(file.fileno())
         flush(partial)
-        if place.exists():  # from an earlier pass through this step, or damaged
+        if place.exists():  # a checkpoint of this step from before a resume, or a damaged one
             aside = self.path / f".step-{step:08d}.old.partial"
             place.rename(aside)
             partial.rename(place)
@@ -69,7 +69,7 @@ class CheckpointFolder:
         else:
             partial.rename(place)
         flush(self.path)
-        # Later checkpoints are damaged and must not displace sound ones.
+        # Later checkpoints are damaged, and must not count among the newest `keep`.
         for old in [s for s in self.complete() if s <= step][keep:]:
             self.of(old).rename(self._partial(old))
             shutil.rmtree(self._partial(old))

@@ -1,12 +1,12 @@
 """The journal of a run: every release, written before it is used.
 
-A crash forgets the releases after the last checkpoint, which may have been seen. So step and identity of each release
-([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts all
-entries after its checkpoint; repeating one costs nothing more. The release of a truncated entry was not handed out.
-The file is there before the first checkpoint, so a missing one was lost.
+A crash loses the releases after the last checkpoint, but someone may have seen them. So step and identity of each
+release ([Note: What a step that is taken again costs]) are on the disk before it is handed out. A resumed run counts
+all entries after its checkpoint; repeating one costs nothing more. If an entry is truncated, its release was not handed
+out. The file is made before the first checkpoint, so a missing file was lost.
 
-A checkpoint covers all entries before it. So a process writes and saves only if it found, loaded or wrote them all. An
-entry equal to its own last one is harmless: the same release, noted twice.
+A checkpoint covers all entries before it. So a process writes and saves only if it found, loaded or wrote all entries.
+An entry that equals its own last one is harmless, because it is the same release, noted twice.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Mark(NamedTuple):
     entries: int
     """Entries before it."""
     newest: str
-    """The last of them, in hexadecimal; "" without one, or in older checkpoints."""
+    """The last of these entries, in hexadecimal; "" without entries, or in older checkpoints."""
 
     def after(self, step: int, identity: bytes) -> Mark:
         """Return the mark behind one more release."""
@@ -68,7 +68,7 @@ class Journal:
             return Mark(entries, file.read(_LENGTH).hex())
 
     def create(self) -> None:
-        """Make the file unless it exists. Raises OSError if it was there, and is lost."""
+        """Make the file unless it exists. Raises OSError if the file existed before and is lost."""
         if self._descriptor is not None:
             self._require_kept(self._descriptor)
         elif not self.path.exists():
@@ -91,7 +91,7 @@ class Journal:
         return self._thread.submit(os.fsync, self._descriptor)
 
     def since(self, mark: Mark) -> list[Release] | None:
-        """Return the entries after `mark`, and know them; None if missing, damaged, or of another journal."""
+        """Return the entries after `mark`, now counted as loaded; None if missing, damaged, or of another journal."""
         found = self.path.exists()
         start, content = mark.entries, self.path.read_bytes() if found else b""
         self._known = len(content) // _LENGTH
@@ -153,12 +153,12 @@ def _digest(entry: bytes) -> bytes:
 class ReleaseNotes:
     """Writes releases to a journal; all ranks make it together.
 
-    Without a wait, other ranks could use a release that a crash of the first then forgets.
+    Without the wait, other ranks could use a release that is lost if the first rank crashes.
     """
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
-        self._ranks = Ranks()  # of its own, since a thread may save by others
+        self._ranks = Ranks()  # a group of its own, because a thread may be saving through other groups
 
     def note(self, step: int, identity: bytes) -> Callable[[], object]:
         """Note a release on the first rank; return a function of all ranks that waits for the disk.

@@ -8,8 +8,8 @@ scores. A person with both pays both: then `earlier` is a part of the run.
 Scores are on a grid, because the last bits of float64 noise may reveal the number. A tiny score of full precision can
 only come from 0 right answers.
 
-Two scores of one step would be two releases. So a score is drawn under a lock on the file, after a look at what it
-holds. Ranks need not share a disk, so only rank 0 draws.
+Two scores of one step would be two releases. So a score is drawn under a lock on the file, and only if the file does
+not hold it. Ranks need not share a disk, so only rank 0 draws.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class PrivateScores:
         return found
 
     def _append(self, file: int, row: dict[str, Any]) -> None:
-        """Append a row, on the disk before a score is used."""
+        """Append a row, and flush it to the disk before the score is used."""
         line = json.dumps(row).encode() + b"\n"
         try:
             while line:

@@ -1,7 +1,7 @@
 """Reads and writes by torch.distributed.checkpoint, without executing code from a file.
 
-It pickles its table of contents and all values except tensors. Unpicklers that allow only plain values read these
-first.
+torch pickles the table of contents and all values except tensors. They are read first by unpicklers that allow only
+plain values.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def write(state: State, folder: Path, ranks: Ranks) -> None:
 
 
 def write_later(state: State, folder: Path, ranks: Ranks) -> Future[Any]:
-    """Copy `state` now, and write it in a thread."""
+    """Copy `state` now, and write it in a thread; return its future."""
     _know_that_one_process_suffices(ranks)
     # A custom writer's stager would alias tensors on the CPU.
     future = dcp.async_save(state, checkpoint_id=folder, process_group=ranks.group, no_dist=ranks.alone)
@@ -114,7 +114,7 @@ class _TableOfContents(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return an allowed class; CheckpointError for others."""
-        if "." not in name:  # pickle follows dots through what a module has imported
+        if "." not in name:  # pickle would follow dots into what a module has imported
             dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
             known = getattr(metadata, name, None) if module == metadata.__name__ else None
             described = isinstance(known, type) and known.__module__ == module
@@ -136,7 +136,7 @@ class _Planner(DefaultLoadPlanner):
         super().load_bytes(read_item, value)
 
     def create_local_plan(self) -> Any:
-        """Compare `state` with the saved one."""
+        """Return the plan of this rank, after a comparison of `state` with the saved one."""
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         for name, own in self.state_dict.items():
@@ -157,7 +157,7 @@ class _Planner(DefaultLoadPlanner):
         return replace(super().create_local_plan(), planner_data=list(self.state_dict))
 
     def create_global_plan(self, global_plan: Any) -> Any:
-        """Compare the saved names with those of all ranks."""
+        """Return the plans, after a comparison of the saved names with those of all ranks."""
         assert self.metadata is not None
         read = {name for plan in global_plan for name in plan.planner_data}
         more = [] if self.partly else sorted(self.metadata.state_dict_metadata.keys() - read)
@@ -190,5 +190,5 @@ def _explained(folder: Path, verb: str) -> Iterator[None]:
 
 
 def _know_that_one_process_suffices(ranks: Ranks) -> None:
-    if ranks.alone:  # filters are global, and a thread may be writing
+    if ranks.alone:  # warning filters are global, and a thread may be writing
         warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninitialized", UserWarning)

@@ -99,7 +99,7 @@ class PrivateTraining(L.Callback):
     def _over_micro_batches(
         self, trainer: L.Trainer, step: Any, backward: Any, logical_batch: LogicalBatch, *others: Any
     ) -> Any:
-        """Run backward except for the last micro-batch."""
+        """Run forward on all micro-batches, and backward on all but the last, whose backward Lightning runs."""
         if not isinstance(logical_batch, LogicalBatch):
             raise ConfigurationError(
                 "fit() got another loader, without Poisson sampling: call fit(module, private.loader)."
@@ -140,13 +140,13 @@ class PrivateTraining(L.Callback):
             pl_module.__dict__.pop(name, None)
 
     def on_exception(self, trainer: L.Trainer, pl_module: L.LightningModule, exception: BaseException) -> None:
-        """See on_fit_end."""
+        """Restore the module's own methods."""
         self.on_fit_end(trainer, pl_module)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of engine (guard it like the data) and generators."""
+        """Return the states of the engine and the random generators; guard them like the data."""
         return {} if self.engine is None else {"engine": self.engine.state_dict(), "random": _random_states()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class _CallbackLoader:
         engine = self._callback.engine
         if engine is None:
             raise ConfigurationError("Pass the callback that this loader belongs to: Trainer(callbacks=[private]).")
-        # A loader draws a seed, which must not move the random states of a resumed epoch.
+        # A loader draws a seed, which must not change the random states of a resumed epoch.
         with torch.random.fork_rng(devices=[]):
             return batches_of(self._loader, engine, self._micro_batch_size, steps=len(self), pad=self._pad)
 

@@ -1,7 +1,7 @@
 """Packed rows for Trainers.
 
 A Trainer's own packing makes rows of several samples before sampling, and a row would be clipped as one sample. Here
-the collator sees one document at a time; engine.batches packs those that it draws.
+the collator gets one document at a time, and engine.batches packs the documents that it draws.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def refuse_packed(dataset: Any) -> None:
 
 
 class CollatedDocuments(Dataset):
-    """Documents, each collated alone: ids [T_i], and all else with T_i values."""
+    """Documents, each collated alone: ids [T_i], and all other tensors with T_i values."""
 
     def __init__(self, dataset: Any, collate_fn: Any) -> None:
         self._dataset, self._collate_fn = dataset, collate_fn

@@ -40,7 +40,7 @@ from dpshard.sampling.units import UnitDataset
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class _PrivateEstimator(BaseEstimator):
-    """Settings stay as given; `fit` checks them."""
+    """The common part of the estimators. Settings stay as given, and `fit` checks them."""
 
     target_epsilon: float = 3.0
     target_delta: float | None = None
@@ -92,7 +92,7 @@ class _PrivateEstimator(BaseEstimator):
 
     def _fit(self, frame: Any, y: Tensor | None, target: NDArray[np.float64], objective: Any, groups: Any) -> Self:
         """Fit to y [N] of known scale, or None and `target` [N] without public bounds."""
-        for name in ("epsilon_", "delta_", "statement_", "n_iter_"):  # a fit that stops leaves no older guarantee
+        for name in ("epsilon_", "delta_", "statement_", "n_iter_"):  # no older guarantee after a failed fit
             self.__dict__.pop(name, None)
         units = None if groups is None else _units(groups, len(frame))
         samples = len(frame) if units is None else 1 + int(units.max())
@@ -178,11 +178,11 @@ class _PrivateEstimator(BaseEstimator):
 
 
 LEARNING_RATES = {Classes: 0.03, Numbers: 0.01}
-"""Numbers are learnt better more slowly (docs/tables.md)."""
+"""Learning rates by kind of target; a smaller one suits numbers (docs/tables.md)."""
 
 
 def _refuse_cells(X: NDArray[Any]) -> None:
-    """Refuse cells that scikit-learn would show in its message."""
+    """Raise an error for bad cells, because scikit-learn's own message would show them."""
     if X.dtype.kind == "c":
         raise ValueError("Complex data not supported: give real numbers.")
     if X.ndim < 2:
@@ -190,7 +190,7 @@ def _refuse_cells(X: NDArray[Any]) -> None:
 
 
 def _targets(y: Any, rows: int) -> NDArray[Any]:
-    """Return y as [N]; its errors name no value."""
+    """Return y as [N]. Its errors show no value of y."""
     if y is None:
         raise ValueError("requires y to be passed, but the target y is None.")
     targets = np.asarray(column_or_1d(y, warn=True))

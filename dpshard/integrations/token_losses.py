@@ -18,7 +18,7 @@ OWN_LOSS = (
 
 
 def uneven(labels: Tensor) -> Tensor:
-    """Return `labels` with one token in the first sample, so that a mean over tokens shows.
+    """Return `labels` with only one token in the first sample, so that means over tokens and samples differ.
 
     Labels without -100 stay: the loss may ignore another number, and refuse this one.
     """
@@ -31,7 +31,7 @@ def uneven(labels: Tensor) -> Tensor:
 
 
 def token_losses(outputs: Any, labels: Tensor, shift: bool) -> Tensor:
-    """Return the cross-entropy [B] for `labels` [B, T], with `shift` of the next positions."""
+    """Return the cross-entropy [B] for `labels` [B, T]; with `shift`, for the labels of the next positions."""
     logits = logits_of(outputs, labels)
     return sample_losses(logits[:, :-1], labels[:, 1:]) if shift else sample_losses(logits, labels)
 

@@ -290,7 +290,7 @@ class PrivateTrainer(_Private, Trainer):
 
 
 class PrivateSeq2SeqTrainer(_Private, Seq2SeqTrainer):
-    """See PrivateTrainer."""
+    """A transformers.Seq2SeqTrainer with private training; see PrivateTrainer."""
 
 
 class _TrainerLoader:

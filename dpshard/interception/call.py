@@ -26,7 +26,7 @@ Refusal = Callable[..., Exception]
 
 @dataclass(eq=False)
 class InterceptedCall:
-    """See rules.call.Call."""
+    """A rules.call.Call that interception has made."""
 
     func: Function
     args: Any
@@ -49,33 +49,33 @@ class InterceptedCall:
         self.output_axis = self.layout.output
 
     def source(self, x: Any) -> Source | None:
-        """See Call."""
+        """Return `x` as a source; None for data, constants and frozen parameters."""
         return self.sources.get(x) if isinstance(x, Tensor) else None
 
     def plain(self, x: Any) -> Any:
-        """See Call."""
+        """Return `x`, detached if it is a source."""
         return x.detach() if isinstance(x, Tensor) and x in self.sources else x
 
     def axis(self, x: Tensor) -> BatchAxis | None:
-        """See Call."""
+        """Return the batch axis of `x`, or None."""
         for tensor, axis in zip(self.tensors, self.layout.inputs, strict=True):
             if tensor is x:
                 return axis
         return None
 
     def hold(self, x: Tensor) -> Tensor:
-        """See Call."""
+        """Return `x` in a form for both a function and its later tap."""
         return x if type(x) is not Tensor and is_placed(x) else hold(x)
 
     def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """See Call."""
+        """Run and tap the call as planned; equal calls repeat the plan."""
         if self.plans is not None:
             self.plans.keep(self.func, self.args, self.kwargs, self.sources, planned, (input, weight, bias))
         output, keep = planned.run(self.hold, input, self.plain(weight), self.plain(bias))
         return self.tap(output, keep, planned.sources, planned.recipe)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
-        """See Call."""
+        """Return `output`; `build` makes records of its gradient and the kept tensors."""
         if type(output) is not Tensor and is_placed(output):
             return self._placed_tap(output, keep, sources, build)
         build = build if self.samples is None else self._at_samples(sources, build, self.samples)
@@ -100,7 +100,7 @@ class InterceptedCall:
         return self.slots.tap(use, output, own)
 
     def per_sample(self, x: Tensor) -> Tensor:
-        """See Call."""
+        """Return source `x`, one copy per sample, [B, *shape], whose gradient is the record."""
         source = self.sources[x]
         if is_placed(x):
             raise self.refuse(
@@ -139,6 +139,6 @@ class InterceptedCall:
         return all(self.sources[x].exact for x in self.tensors if x in self.sources)
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """See Call."""
+        """Return an error with parameter, module and function."""
         labels = ", ".join(dict.fromkeys(self.sources[x].label for x in self.tensors if x in self.sources))
         return self.refusal(labels, self.func, reason, advise=advise)

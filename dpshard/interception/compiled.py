@@ -44,7 +44,7 @@ class _Known:
     tensors: list[Tensor]
     facts: str
     trained: object
-    """See InterceptionMode."""
+    """Identity of the mode's set of trainable parameters; see InterceptionMode."""
     among: int
 
 
@@ -57,7 +57,7 @@ class _Rehearsed:
     outside: Asked
     """The slots that the rehearsal asked for, with named sources."""
     places: list[list[int]]
-    """See [Note: Rows of uses]."""
+    """Indices of the uses of each row; see [Note: Rows of uses]."""
     rows: list[Row]
     refusal: Refusal
     copies: bool

@@ -63,7 +63,7 @@ class Layouts:
         self._plans: dict[Any, Plans] = {}
         self._probed_whole: set[Any] = set()  # pairs (kind of inputs, number of samples)
         self.rehearsals_of_packed: dict[Any, Any] = {}
-        """See Plans.rehearsals; packed rows have no layout."""
+        """Rehearsals of compiled regions for packed rows, which have no layout."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Batch dimensions that a probe has corrected, by key.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate

@@ -82,7 +82,7 @@ class InterceptionMode(TorchFunctionMode):
         self.slots = slots
         self.sources = dict(sources)  # a copy, because the forward adds derived tensors
         self.plans: Plans | None = None
-        """See [Note: Plans of calls]."""
+        """Plans of calls that every forward repeats; see [Note: Plans of calls]."""
         self.trained: dict[Tensor, Source] | None = None
         """Identifies the set of parameters among the sources: an equal set is the same object. None if unknown."""
         self._routing: Routing | None = None

@@ -45,15 +45,15 @@ class PlacedCall(Protocol):
     tensors: list[Tensor]
 
     def axis(self, x: Tensor) -> BatchAxis | None:
-        """See Call."""
+        """Return the batch axis of `x`, or None."""
         ...
 
     def source(self, x: Any) -> Source | None:
-        """See Call."""
+        """Return `x` as a source, or None."""
         ...
 
     def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """See Call."""
+        """Return an error with parameter, module and function."""
         ...
 
 

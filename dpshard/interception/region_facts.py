@@ -20,7 +20,7 @@ class RegionFacts(NamedTuple):
     calls: Sequence[tuple[CallKey, CallLayout]]
     """The layout, as items. Dynamo does not guard missing keys of a dict that the trace makes from them."""
     slots: str
-    """See slot_facts."""
+    """Calls, labels and rows of the slots, as text; see slot_facts."""
 
 
 _KEYS: dict[object, str] = {}

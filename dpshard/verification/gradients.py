@@ -51,11 +51,11 @@ class Found:
         self.sums: dict[str, Sketch] = {}
 
     def observe(self, group: ClippingGroup, norm_B: Tensor, is_padding_B: Tensor | None) -> None:
-        """See Sink."""
+        """Store the norms of a group."""
         self.norms[group.index] = norm_B
 
     def deliver(self, sums: ClippedSums) -> list[None]:
-        """See Sink."""
+        """Sketch the clipped sums; return no gradients."""
         for name in sums.names:
             total, parts = sums.take(name), self._roots.parts
             if parts is not None:

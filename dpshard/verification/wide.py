@@ -26,7 +26,7 @@ class Widened:
     parameters: dict[str, nn.Parameter]
 
     def tensors_of(self, name: str) -> Sequence[Tensor]:
-        """See Differentiated."""
+        """Return the tensors that forwards use for a parameter."""
         return [self.parameters[name]]
 
 

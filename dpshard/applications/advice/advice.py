@@ -28,7 +28,7 @@ from dpshard.errors import ConfigurationError
 
 LARGEST_DELTA = 1e-5
 FEWEST_STEPS = 30
-"""Below, the batch shrinks."""
+"""Fewest steps of a run; with fewer, the batch is made smaller."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,10 +43,10 @@ class Advice:
     target_epsilon: float
     target_delta: float
     batch_size: int
-    """Expected, by Poisson sampling."""
+    """Expected batch size, by Poisson sampling."""
     steps: int
     noise_multiplier: float
-    """Estimated; the engine calibrates its own."""
+    """Estimated noise multiplier; the engine calibrates its own."""
     max_grad_norm: float = 1.0
     clipping_fn: Literal["automatic"] = "automatic"
     clipping_style: ClippingStyle = "all-layer"

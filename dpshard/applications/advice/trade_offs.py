@@ -12,9 +12,9 @@ from dpshard.config import BatchSchedule
 SMALLEST_BATCH = 16
 FARTHEST = 2.5
 TOLERANCE = 5e-3
-"""Of epsilon, relative; sigma is never too small."""
+"""Relative tolerance of epsilon; sigma is never too small."""
 DRAFT = "pld-draft"
-"""An upper bound, quicker than "pld"."""
+"""Accountant whose epsilon is an upper bound, computed more quickly than by "pld"."""
 _TRIES = 12
 
 
@@ -36,7 +36,7 @@ class TradeOff:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Samples, and the epsilon and delta to stay within."""
+    """The number of samples, and the budget (epsilon, delta)."""
 
     sample_size: int
     target_epsilon: float
@@ -83,7 +83,7 @@ class Target:
 
 @cache
 def largest_mu(target: Target) -> float:
-    """Return one over sigma of one release about all samples within the budget."""
+    """Return 1 / sigma of the least noisy release of all samples within the budget."""
     low, high = 1e-6, 2e-6
     while target.log_overspend(target.sample_size, 1, 1 / high) < 0:
         high *= 2

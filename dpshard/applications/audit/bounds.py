@@ -31,10 +31,10 @@ class Trials:
     """Errors of a test, fixed beforehand, in independent trials."""
 
     false_positives: int
-    """Without the sample, judged "in"."""
+    """Trials without the sample that the test judges "in"."""
     without: int
     false_negatives: int
-    """With the sample, judged "out"."""
+    """Trials with the sample that the test judges "out"."""
     within: int
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class Trials:
 
 
 def one_run_p_value(canaries: int, guesses: int, right: int, epsilon: float, delta: float) -> float:
-    """Bound the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
+    """Return a bound on the probability of at least `right` right `guesses` under (epsilon, delta)-DP.
 
     Each of the m `canaries` is in by a fair coin. The bound is beta + alpha m delta, with beta = P[X >= v] and alpha =
     max_i (2 / i) P[v > X >= v - i]. X is Binomial(r, e^eps / (1 + e^eps)). Steinke et al. 2023, arXiv:2305.08846,
@@ -129,7 +129,7 @@ def guess(scores_m: Sequence[float] | NDArray[np.float64], included_m: Sequence[
 
 
 def require_confidence(confidence: float) -> float:
-    """Return it; raise ConfigurationError unless 0 < confidence < 1."""
+    """Return `confidence`; raise ConfigurationError unless 0 < confidence < 1."""
     if not 0 < confidence < 1:
         raise ConfigurationError(f"confidence={confidence!r}: it is a probability, strictly between 0 and 1.")
     return confidence

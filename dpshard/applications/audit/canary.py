@@ -84,7 +84,7 @@ class CanaryGradient:
         return {name: length * direction for length, unit in lengths for name, direction in unit.items()}
 
     def lengths(self, aim: CanaryDirection) -> list[float]:
-        """Return their clipped norms."""
+        """Return the clipped norms of the groups."""
         lengths = zip(aim.lengths_M.tolist(), self._units, strict=True)
         return [length * float(part.norm()) for length, unit in lengths for part in unit.values() if part.any()]
 

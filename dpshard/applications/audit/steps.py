@@ -37,12 +37,12 @@ from dpshard.errors import ConfigurationError
 DELTAS = (1e-5, 1e-2, *(tenths / 10 for tenths in range(1, 10)))
 
 PREFERRED = 1.15
-"""The first statistic is optimal against a sound engine, so others must promise more."""
+"""Factor by which another statistic must be better than the first, which is optimal against a sound engine."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepsAudit:
-    """Bounds that the trials prove."""
+    """The errors of the trials, and the bounds that they prove."""
 
     trials: Trials
     steps: int
@@ -255,7 +255,7 @@ class _Scores(NamedTuple):
     """The canary's part in z if it is drawn."""
 
     def likelihood(self, var_P: NDArray[np.float64], chances: Chances) -> NDArray[np.float64]:
-        # A part of 0 tells nothing.
+        # Where the canary's part is 0, z does not depend on the canary.
         return chances(((self.z_NTP - self.shift_NTP / 2) * self.shift_NTP / var_P).sum(2))
 
     def spread(self) -> NDArray[np.float64]:

@@ -55,14 +55,14 @@ class Measured:
     variant: Variant
     seconds: Spread
     ratio: Spread
-    """To the ordinary step of the round."""
+    """Ratio of the time to that of the ordinary step in the same round."""
     flops: int
     peak: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ordinary step comes first."""
+    """Costs of all kinds of step; the ordinary step comes first."""
 
     rows: int
     parameters: int

@@ -11,7 +11,7 @@ from statistics import quantiles
 import torch
 
 Step = Callable[[], object]
-"""The device may still compute when it returns."""
+"""A step; the device may still compute when it returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Spread:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Spread:
-        """Return that of figures."""
+        """Return the median and quartiles of figures."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0], 1)
         low, median, high = quantiles(figures, n=4, method="inclusive")

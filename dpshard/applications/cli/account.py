@@ -190,7 +190,7 @@ class Plan:
 
     unknown: Literal["steps", "epsilon", "noise_multiplier"]
     mechanism: SampledMechanism
-    """Of one step if its length is unknown."""
+    """The mechanism of the run; of one step if the length is unknown."""
     target_epsilon: float | None
     target_delta: float
     search: Search | None
@@ -214,7 +214,7 @@ class Plan:
         return sum(self.mechanism.schedule.sizes)
 
     def releases(self, noise_multiplier: float, steps: int) -> Counts:
-        """Return those of `steps` steps."""
+        """Return the releases of `steps` steps."""
         run = replace(self.mechanism, noise_multiplier=noise_multiplier)
         if self.unknown == "steps":
             return ((run.release(0), steps),) if steps else ()
@@ -236,7 +236,7 @@ class Answer:
     neighbouring_relation: str
     upper_bound: bool
     error_over_dp_sgd: float | None
-    """Of prefix sums, at this epsilon."""
+    """Error of prefix sums over that of DP-SGD at this epsilon, or None."""
     found_by: str
     """"rdp" if it is tighter than "pld"."""
 

@@ -30,7 +30,7 @@ NAMES = {
     "runs": "short runs",
     "run": "whole run",
 }
-"""By keys of audit.json."""
+"""Names for users, by keys of audit.json."""
 SAMPLINGS = {
     "poisson": "Poisson samples",
     "fixed-order": "in a fixed order",

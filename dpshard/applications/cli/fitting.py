@@ -18,11 +18,11 @@ LARGEST_BATCH = 256
 LEARNING_RATES = {"sgd": 0.5, "adam": 0.003, "adamw": 0.003, "dp-bert": DP_BERT.learning_rate}
 EPOCHS = 10.0
 LARGEST_TABLE_BATCH, TABLE_STEPS = 4096, 300
-"""Of tables, as the advice for them."""
+"""Largest batch and number of steps for tables, as `dpshard advise` recommends."""
 TABLE_RATES = {Kind.FEATURES: 0.03, Kind.NUMBERS: 0.01}
-"""Of adamw, as in docs/tables.md."""
+"""Learning rates of adamw for tables, as in docs/tables.md."""
 LARGEST_PRETRAINING_BATCH = 4096
-"""Of pre-training on data with over four times as many samples."""
+"""Expected batch size of pre-training on data with over four times as many samples."""
 
 
 def fit(settings: TrainSettings, data: Data) -> TrainSettings:

@@ -12,7 +12,7 @@ import yaml
 from dpshard.errors import ConfigurationError
 
 BALANCED = "balanced"
-"""Of --class-weights: weights by private counts."""
+"""Value of --class-weights for weights by private counts."""
 
 _BLANK = "that differ in one sample: one data set has a blank instead, which contributes nothing"
 NEIGHBOURS = {

@@ -24,7 +24,7 @@ from dpshard.applications.cli.run_folder import RunFolder, intact, write_atomica
 from dpshard.errors import ConfigurationError, RunFolderError
 
 PRIVATE_NAME = "(your data)"
-"""Of files, in a public report."""
+"""Name that replaces those of files in a public report."""
 
 
 @described(
@@ -132,7 +132,7 @@ def _audit(folder: RunFolder) -> dict[str, Any]:
 # --- odds, rounded against us ----------------------------------------------------------------------------------------
 
 BANDS = (("strong", 1.0), ("reasonable", 10.0), ("weak", math.inf))
-"""Of Ponomareva et al. 2023, "How to DP-fy ML", arXiv:2303.00654, Sec. 5.2."""
+"""Bands of epsilon by Ponomareva et al. 2023, "How to DP-fy ML", arXiv:2303.00654, Sec. 5.2."""
 SCALE = (0.1, 100.0)
 """Ends of the logarithmic scale."""
 
@@ -146,7 +146,7 @@ def strength(epsilon: float) -> dict[str, str]:
 
 
 def odds(privacy: Mapping[str, Any]) -> dict[str, float]:
-    """Return bounds on an attacker.
+    """Return bounds on what an attacker can find out.
 
     `of_two` is delta for two records: P(S) <= e^eps (e^eps R(S) + delta) + delta (Dwork and Roth 2014).
     """

@@ -210,7 +210,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 """Defaults of tasks except digits, tuned only on validation splits. None: see fitting.py."""
 
 WEIGHTED = {"clipping_fn": "abadi"}
-"""Of --class-weights; see [Note: Weights and clipping] in tabular/objectives.py."""
+"""Settings that --class-weights implies; see [Note: Weights and clipping] in tabular/objectives.py."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     "dp-bert": {

@@ -33,9 +33,9 @@ class Sharded:
     step: Callable[[], None]
     """Takes a step, and drops the gradients."""
     weights: Callable[[], dict[str, Any]]
-    """On rank 0; all ranks must call it."""
+    """Returns the weights on rank 0; all ranks must call it."""
     parameters: int
-    """Trained elements."""
+    """Number of trained elements."""
 
 
 def shard(model: nn.Module, settings: TrainSettings, device: torch.device) -> Sharded:

@@ -43,7 +43,7 @@ class Fitted:
     """Facts of the label: bounds, or classes in the order of the outputs."""
     earlier: Counts
     weights: tuple[float, ...] | None = None
-    """Of classes, by private counts."""
+    """Weights of the classes, by private counts."""
 
     def plain(self) -> dict[str, Any]:
         """Return the content as plain JSON."""
@@ -71,7 +71,7 @@ MANY_CLASSES = 20
 """Classes above which more than one for each two rows are refused."""
 
 Agree = Callable[[Callable[[], Fitted]], Fitted]
-"""See [Note: Bounds of a run]."""
+"""Function that lets one process fit, and gives all the result; see [Note: Bounds of a run]."""
 
 
 def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) -> Data:

@@ -95,8 +95,8 @@ def fake_group(ranks: int) -> Iterator[None]:
         raise ConfigurationError("A plan needs its own process: torch.distributed is initialised already.")
     store = _EveryRankIsHere()  # torch does not keep its Python part alive
     dist.init_process_group("fake", store=store, rank=0, world_size=ranks)
-    groups = dist.distributed_c10d._world.pg_map
-    groups[dist.group.WORLD] = "fake", store  # the prefix that torch 2.14 puts before it calls no Python
+    # The prefix that torch 2.14 puts before the store calls no Python.
+    dist.distributed_c10d._world.pg_map[dist.distributed_c10d._get_default_group()] = "fake", store
     try:
         with counting(), outside_of_modes():
             yield

@@ -178,7 +178,7 @@ class StageSimulation(Simulation):
         return self._engine_now
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
-        """See Simulation."""
+        """Return the counts of a step with this clipping and micro-batch size."""
         self._engine_now = None
         return super().count(clipping, micro_batch)
 

@@ -17,14 +17,14 @@ from dpshard.integrations.opacus.progress import Progress
 from dpshard.integrations.opacus.settings import refuse_unaccounted
 
 _REPLACED = (SequentialSampler, RandomSampler, DistributedSampler)
-"""They only order samples, or assign them to ranks."""
+"""Samplers that only order samples, or assign them to ranks; the engine's sampling replaces them."""
 
 
 class DPDataLoader:
     """The data set of a DataLoader, sampled by the engine, with as many steps per round.
 
     Yields logical batches whole, or in micro-batches of at most `physical_batch_size` rows, which the script may
-    reorder. A batch without a sample has one row that counts nothing.
+    reorder. A batch without a sample has one row, which contributes nothing.
     """
 
     def __init__(self, loader: DataLoader[Any], *, physical_batch_size: int | None = None) -> None:
@@ -52,7 +52,7 @@ class DPDataLoader:
         return self._run is not None
 
     def complete(self, engine: PrivacyEngine, progress: Progress) -> None:
-        """Draw by this engine from now on."""
+        """Draw batches by this engine from now on."""
         self._run = engine, progress
 
     @property

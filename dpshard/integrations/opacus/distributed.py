@@ -1,4 +1,4 @@
-"""Opacus's data-parallel wrapper, here torch's own."""
+"""Opacus's data-parallel wrapper; here it is torch's own."""
 
 from torch.nn.parallel import DistributedDataParallel as DifferentiallyPrivateDistributedDataParallel
 

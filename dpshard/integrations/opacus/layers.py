@@ -1,4 +1,4 @@
-"""Opacus's layers, here torch's own."""
+"""Opacus's layers; here they are torch's own."""
 
 from torch.nn import GRU as DPGRU
 from torch.nn import LSTM as DPLSTM

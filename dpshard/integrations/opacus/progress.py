@@ -10,11 +10,11 @@ from dpshard.step.logical_batch import LogicalBatch
 
 
 class Progress:
-    """Shared by the three objects that `make_private` returns."""
+    """The progress that the three objects of `make_private` share."""
 
     def __init__(self) -> None:
         self.batch: LogicalBatch | None = None
-        """The one that the loader yielded last."""
+        """The logical batch that the loader yielded last."""
         self._skipped_in: LogicalBatch | None = None
 
     @property

@@ -13,7 +13,7 @@ from dpshard.config import LossReduction
 from dpshard.errors import ConfigurationError
 
 _MODES = {"hooks": "auto", "functorch": "auto", "ew": "auto", "ghost": "mixed-ghost", "ghost_fsdp": "auto"}
-"""They differ only in cost."""
+"""dpshard's clipping mode for each grad_sample_mode of Opacus; modes differ only in cost."""
 
 
 @dataclass(frozen=True, slots=True)

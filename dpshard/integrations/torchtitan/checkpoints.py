@@ -48,7 +48,7 @@ class EngineState:
         return {"engine": json.dumps(self._engine.state_dict()), "noted": json.dumps(self._noted)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue that run; count later releases."""
+        """Continue the saved run, and count the releases after it."""
         released = self._journal.since(Mark(*json.loads(state_dict["noted"])))
         if released is None:
             raise CheckpointError(

@@ -54,7 +54,7 @@ class Documents(BaseDataLoader):
         return self.tokenizer.encode(self._text_of(self._rows[index]), add_bos=True, add_eos=True)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        """Return the tokens that count, and those that they predict."""
+        """Return the input tokens of a document, and the tokens that follow them."""
         ids = torch.tensor(self.ids(index)[: self.seq_len + 1], dtype=torch.long)
         return {"input_ids": ids[:-1], "targets": ids[1:]}
 

@@ -26,7 +26,7 @@ MASKED = (FlexAttention.Config, VarlenAttention.Config)
 
 
 class _Table(Embedding):
-    """torchtitan's table of tokens, whose parts DTensor adds up."""
+    """torchtitan's token embedding, whose partial outputs DTensor sums over ranks."""
 
     @dataclass(kw_only=True, slots=True)
     class Config(Embedding.Config):
@@ -44,7 +44,7 @@ class _Table(Embedding):
 
 
 def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
-    """Return a ModelSpec that the engine can see through, and whose schedules train with `losses`."""
+    """Return a ModelSpec that the engine supports, and whose schedules train with `losses`."""
     table = spec.model.tok_embeddings
     spec.model.tok_embeddings = _Table.Config(**{f.name: getattr(table, f.name) for f in dataclasses.fields(table)})
     after_optimizer = spec.post_optimizer_build_fn
@@ -75,7 +75,7 @@ def prepared(spec: Any, losses: Callable[..., Any]) -> Any:
 
 
 def _leave_uncounted(mixture: Any) -> None:
-    """Keep a mixture of experts out of training mode, in which it counts tokens."""
+    """Keep a mixture of experts in eval mode, because it counts tokens in training mode."""
 
     def train(mode: bool = True) -> Any:
         type(mixture).train(mixture, mode)
@@ -98,7 +98,7 @@ def _scatter_add(out: Tensor, index: Tensor, src: Tensor) -> Tensor:
 
 
 def _mask_within(model: Any) -> None:
-    """Make masks in forward, which the engine also runs on some rows."""
+    """Make masks within forward, because the engine also runs forward on some of the rows."""
     forward, masks = model.forward, _without_modes(model.get_attention_masks)
 
     def with_masks(tokens: Tensor, positions: Tensor, attention_masks: Any = None) -> Any:
@@ -108,7 +108,7 @@ def _mask_within(model: Any) -> None:
 
 
 def _without_modes(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Hide the engine's mode: torch.compile would guard on all that it holds, parameters too."""
+    """Run a function outside the engine's mode: torch.compile would guard all that the mode holds."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # a part of a larger region

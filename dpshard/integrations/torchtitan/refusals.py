@@ -22,7 +22,7 @@ from dpshard.integrations.torchtitan.documents import Documents
 from dpshard.integrations.torchtitan.model import MASKED
 
 _VERIFIED = (Llama3Model.Config, Qwen3Model.Config)
-"""Compared under tensor parallelism."""
+"""Models that are compared with a single process under tensor parallelism."""
 
 
 def refuse_unsupported(config: Any) -> None:

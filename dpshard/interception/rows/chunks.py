@@ -42,7 +42,7 @@ class PartIdentity(RowIdentity):
         self._index, self._together, self._mean = index, together, mean
 
     def enter(self, run: Run) -> None:
-        """See RowIdentity."""
+        """Check the inputs of this chunk and, with the last one, of all chunks together."""
         super().enter(run)
         self._together.add(self._index, run, self._doubts, mean=self._mean)
 

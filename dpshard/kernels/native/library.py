@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from dpshard.kernels.native import reference
 
 _INTERFACE = 6
-"""See dpshard_interface() in library.c."""
+"""Version of the compiled functions' signatures; see dpshard_interface() in library.c."""
 
 _POINTER, _SIZE, _REAL, _FLAG = ctypes.c_void_p, ctypes.c_ssize_t, ctypes.c_double, ctypes.c_int
 _SIZES = ctypes.POINTER(_SIZE)
@@ -169,13 +169,13 @@ class Library:
         """True if the processor has the instructions for `release_keyed_`."""
 
     def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
-        """See normals.box_muller."""
+        """Fill `normals` from random words; see normals.box_muller."""
         units, _, n = words.shape
         stride = words.strides[0] // words.itemsize
         self._c.dpshard_normals(*team, words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
 
     def release_(self, x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float, team: Team) -> None:
-        """See normals.release_."""
+        """Add noise to `x` and divide it, in place; see normals.release_."""
         n, wide = len(x), (_wide(x), _wide(noise))
         self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
@@ -228,7 +228,7 @@ class Library:
     def normalization_gradients(
         self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
     ) -> None:
-        """See normalization.normalization_gradients."""
+        """Compute per-sample gradients; see normalization.normalization_gradients."""
         self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:

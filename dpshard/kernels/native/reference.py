@@ -17,7 +17,7 @@ _SCALES = (2.0**-31, 2.0**-62, math.pi * 2.0**-31, math.pi * 2.0**-63)
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
-    """See normals.box_muller; overwrites `words`."""
+    """Fill `normals` from random words as normals.box_muller; overwrite `words`."""
     words[:, :2] &= 2**31 - 1
     kind = normals.dtype.type
     scales = np.array(_SCALES[: len(scratch)], kind)[:, None, None]
@@ -37,7 +37,7 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
-    """See normals.release_; overwrites `noise`."""
+    """Add noise to `x` and divide it, in place, as normals.release_; overwrite `noise`."""
     noise *= std
     np.add(noise, x, out=x, casting="same_kind")
     x /= divisor
@@ -124,7 +124,7 @@ def convolution_gradients(
 def normalization_gradients(
     x: NDArray[Any], gradient: NDArray[Any], groups: int, eps: float, centered: bool
 ) -> NDArray[np.float64]:
-    """See normalization.normalization_gradients; float64."""
+    """Return per-sample gradients, float64, as normalization.normalization_gradients."""
     wide = x.astype(np.float64)
     rows = wide.reshape(len(x), groups, -1) if groups else wide
     rows = rows - rows.mean(2, keepdims=True) if centered else rows

@@ -11,7 +11,7 @@ from dpshard.errors import ConfigurationError
 from dpshard.integrations.opacus.accountants.accountant import ACCOUNTANTS
 
 _RESOLUTION = 10**9
-"""To which sample rates are rounded up."""
+"""Sample rates are rounded up to multiples of one over this."""
 
 
 def get_noise_multiplier(

@@ -29,7 +29,7 @@ def FSDP2Wrapper(
 
 
 def _layers(module: nn.Module) -> Iterator[nn.Module]:
-    """Attention uses parameters of its parts, so it stays whole."""
+    """Yield the layers to shard. Attention reads the parameters of its sub-modules, so it stays whole."""
     if any(True for _ in module.parameters(recurse=False)):
         yield module
     if not isinstance(module, nn.MultiheadAttention):

@@ -19,4 +19,4 @@ class UniformWithReplacementSampler:
 
 
 class DistributedUniformWithReplacementSampler(UniformWithReplacementSampler):
-    """See `UniformWithReplacementSampler`."""
+    """Refused: the engine draws the samples."""

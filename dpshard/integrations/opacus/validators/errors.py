@@ -1,4 +1,4 @@
-"""Opacus's errors of layers, here one class."""
+"""Opacus's errors for layers; here they are one class."""
 
 from dpshard.errors import UnsupportedParameterError
 

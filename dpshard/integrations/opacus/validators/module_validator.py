@@ -55,7 +55,7 @@ class ModuleValidator:
 
     @classmethod
     def fix_and_validate(cls, module: nn.Module, *, replace_bn_with_in: bool = False) -> nn.Module:
-        """See `fix`."""
+        """Return a copy of `module` with unsupported layers replaced; see `fix`."""
         return cls.fix(module, replace_bn_with_in=replace_bn_with_in)
 
 
