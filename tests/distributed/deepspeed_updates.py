@@ -89,13 +89,13 @@ def train_alone(model: nn.Module, style: object, options: set[str]) -> dict[str,
     """Figures of the training in one process, and the parameters that it ends with."""
     with mock.patch("torch.distributed.is_initialized", return_value=False):
         engine = private(model, style, "auto", options, verify=False)
-    optimizer, clipped = optimizer_of(model, options), []
-    for logical_batch in engine.batches(data(), 7):
-        for x, y in logical_batch:
-            F.cross_entropy(model(x).mean(1), y).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        clipped.append(engine.metrics()["clip_fraction"])
+        optimizer, clipped = optimizer_of(model, options), []
+        for logical_batch in engine.batches(data(), 7):
+            for x, y in logical_batch:
+                F.cross_entropy(model(x).mean(1), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            clipped.append(engine.metrics()["clip_fraction"])
     trained = {name: p.detach() for name, p in model.named_parameters()}
     return {"clipped": clipped, "epsilon": engine.epsilon(), "metrics": engine.metrics(), "trained": trained}
 
