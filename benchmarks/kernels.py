@@ -27,7 +27,7 @@ def _outcome(is_used: Callable[[], bool]) -> str:
 
 
 def line(results: Sequence[Mapping[str, Any]]) -> str:
-    """Return one line about results of kind "kernels", of which there is one, or none if nothing was found out."""
+    """Return one line about `results` of kind "kernels", which holds at most one result."""
     if not results:
         return "The self-tests of the Triton kernels have no result."
     found = results[0]["outcomes"]

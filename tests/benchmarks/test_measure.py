@@ -78,7 +78,7 @@ def test_what_a_peer_cannot_do_is_said_and_what_dpshard_cannot_do_is_raised(monk
 
 
 def out_of_memory(monkeypatch, name, at):
-    """Let memory run out in a step of one contender, the first of which has the number 0; return all steps taken."""
+    """Raise an out-of-memory error in step `at` (from 0) of contender `name`; return all steps taken."""
     step, taken = measure._step, []
 
     def limited(one, task, trainings):

@@ -27,7 +27,7 @@ class Stretches:
     """
 
     def __init__(self, stretches: Sequence[tuple[int, int, NDArray[np.int64]]]) -> None:
-        self._rows = [np.ascontiguousarray(rows, np.int64) for _, _, rows in stretches]  # held to keep the addresses
+        self._rows = [np.ascontiguousarray(rows, np.int64) for _, _, rows in stretches]  # the table has their addresses
         words, ats = [n for n, _, _ in stretches], [at for _, at, _ in stretches]
         self._table = columns([0] * len(words), words, ats, [rows.ctypes.data for rows in self._rows])
         for n, at, rows in zip(words, ats, self._rows, strict=True):
