@@ -62,7 +62,7 @@ def standard_normals(
 
 
 def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """Do what triton.release_ does, in float32 or float64."""
+    """Do what triton.release_ does for one tensor x [n], in float32 or float64; `streams` are those of its blocks."""
     norm_sq = torch.linalg.vector_norm(x).double().square()
     at, weight_V, streams_VB = 0, weights.tolist(), streams.tolist()
     for number, stream_V in enumerate(zip(*streams_VB, strict=True), start=start // block):

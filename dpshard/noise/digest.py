@@ -55,6 +55,7 @@ class SumDigest:
         self._weights: dict[tuple[str, int, int], NDArray[np.int64]] = {}
         self._stretches: dict[Any, native.Stretches] = {}
         self._weights_on: dict[tuple[str, int, int, torch.device], Tensor] = {}
+        self._rows_on: dict[torch.device, tuple[list[tuple[str, int, int]], Tensor]] = {}  # of the last layout
 
     def part(self, shards: Sequence[SumShard]) -> Tensor:
         """Return the digest of these shards, int64 [2], on the device of the first; parts add up.
@@ -106,9 +107,13 @@ class SumDigest:
         native.add_digests_(total, [x if x.is_contiguous() else dense(x) for x in tensors], stretches, self._columns)
 
     def _add_by_kernel_(self, total: Tensor, stretches: Sequence[_Stretch]) -> None:
-        columns = self._columns_on(total.device, torch.int32)
-        for name, start, words, at, _ in stretches:
-            triton.add_digest_(total, words, at, columns, self._of_rows_on(total.device, name, start, len(words)))
+        device, layout = total.device, [(name, start, len(words)) for name, start, words, *_ in stretches]
+        kept = self._rows_on.get(device)
+        if kept is None or kept[0] != layout:
+            rows = np.concatenate([self._of_rows(*place) for place in layout])
+            kept = self._rows_on[device] = layout, torch.from_numpy(rows).to(device)
+        words, at = [stretch.words for stretch in stretches], [stretch.at for stretch in stretches]
+        triton.add_digests_(total, words, at, self._columns_on(device, torch.int32), kept[1])
 
     def _add_by_torch_(self, total: Tensor, stretches: Sequence[_Stretch]) -> None:
         device = total.device

@@ -27,6 +27,7 @@ integer of the discrete Gaussian with parameter s.
 
 from __future__ import annotations
 
+import itertools
 import math
 import struct
 from collections.abc import Iterable, Iterator, Sequence
@@ -214,15 +215,19 @@ class KeyedGaussian:
             dtype=torch.int64,
             device="cpu",
         )  # [terms, blocks, 3]
-        copies = {device: (streams.to(device), _weights_on(device, terms)) for device in {x.device for x in parts}}
-        norms, at = [], 0
-        for x, count in zip(parts, layout.counts, strict=True):
-            (own, weights), first = copies[x.device], layout.spans[at]
-            own, start = own[:, at : at + count].contiguous(), first.number * BLOCK + first.lo
-            at += count
-            by_kernel = x.dtype == torch.float32 and triton.run_on(x.device)
-            release_ = triton.release_ if by_kernel else philox.release_
-            norms.append(release_(x.detach().view(-1), own, weights, BLOCK, start, std, divisor).sqrt())
+        firsts = [*itertools.accumulate(layout.counts, initial=0)]
+        starts = [layout.spans[at].number * BLOCK + layout.spans[at].lo for at in firsts[:-1]]
+        norms: list[Tensor] = []
+        for device in dict.fromkeys([x.device for x in parts]):
+            own, weights = streams.to(device), _weights_on(device, terms)
+            here = [i for i, x in enumerate(parts) if x.device == device]
+            by_kernel = [i for i in here if parts[i].dtype == torch.float32] if triton.run_on(device) else []
+            if by_kernel:
+                xs, places = [parts[i].detach() for i in by_kernel], [(starts[i], firsts[i]) for i in by_kernel]
+                norms.append(triton.release_(xs, *zip(*places, strict=True), own, weights, BLOCK, std, divisor).sqrt())
+            for i in sorted({*here} - {*by_kernel}):
+                x, of_blocks = parts[i].detach().view(-1), own[:, firsts[i] : firsts[i + 1]]
+                norms.append(philox.release_(x, of_blocks, weights, BLOCK, starts[i], std, divisor).sqrt())
         return _square_of(norms)
 
     def _terms(self, step: int) -> Sequence[NoiseTerm]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.clipping.functions import ClippingFunction
+from dpshard.clipping.functions import ClippingFunction, factors
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.interception.rows.doubts import Doubt, Doubts
 
@@ -55,7 +55,9 @@ class Copies:
         apart_MC = (copies_MC - own_M1).abs() > TOLERANCE * torch.maximum(copies_MC, own_M1)
         if apart_MC.device.type == "cpu" and not apart_MC.any():
             return
-        share_MB = torch.stack([function.factor(x, group.threshold) * x / group.threshold for group, x in self._norms])
+        thresholds = [group.threshold for group, _ in self._norms]
+        clipped_MB = factors(function, norm_MB, thresholds) * norm_MB
+        share_MB = torch.stack(torch._foreach_div(clipped_MB.unbind(), thresholds))
         total_B = norm_MB.sum(0)
         none_B = total_B <= NOTHING * total_B[n - 1]
         # If other samples have no gradient either, the cause may be dropout.

@@ -23,7 +23,7 @@ from dpshard.kernels.triton.dispatch import (
     supports_rows,
 )
 from dpshard.kernels.triton.operators import (
-    add_digest_,
+    add_digests_,
     ghost_norm_sq,
     gradient_norm_sq,
     per_sample,
@@ -35,7 +35,7 @@ from dpshard.kernels.triton.operators import (
 from dpshard.kernels.triton.tiles import ghost_tile
 
 __all__ = [
-    "add_digest_",
+    "add_digests_",
     "ghost_norm_sq",
     "ghost_tile",
     "gradient_norm_sq",

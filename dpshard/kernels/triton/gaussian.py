@@ -1,23 +1,35 @@
-"""Noise in one pass; philox.py defines it. Needs Triton."""
+"""Noise in one launch; philox.py defines it. Needs Triton."""
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Sequence
+
+import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels.philox import HALF
+from dpshard.kernels.triton import tables
 
 
-@triton.jit(do_not_specialize=["blocks", "vectors", "start", "n"])
+@triton.jit(do_not_specialize=["blocks", "vectors"])
 def _release(
-    x, streams, weights, squares, blocks, vectors, start, n, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr
+    places, owners, streams, weights, squares, blocks, vectors, std, divisor, BLOCK: tl.constexpr, HALF: tl.constexpr
 ):
-    """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of squares of x."""
+    """Write (x + std * noise) / divisor for 2 HALF elements, and the sum of squares of x.
+
+    The tensor of a program is its owner. Its place has an address, start, n, its first program, and its first block.
+    """
     pid = tl.program_id(0)
-    origin = (pid.to(tl.int64) + start // (2 * HALF)) * (2 * HALF)
-    stream = streams + 3 * (origin // BLOCK - start // BLOCK)
+    place = places + 5 * tl.load(owners + pid)
+    x = tl.load(place).to(tl.pointer_type(tl.float32))
+    start, n = tl.load(place + 1), tl.load(place + 2)
+    origin = (pid - tl.load(place + 3) + start // (2 * HALF)) * (2 * HALF)
+    stream = streams + 3 * (tl.load(place + 4) + origin // BLOCK - start // BLOCK)
     counter = (origin % BLOCK // 2).to(tl.int32) + tl.arange(0, HALF)
     same = counter * 0
     by_cosine = tl.zeros((HALF,), dtype=tl.float32)
@@ -49,12 +61,32 @@ def _release(
     tl.store(squares + pid, tl.sum(square, 0))
 
 
-def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
+def release_(
+    xs: Sequence[Tensor],
+    starts: Sequence[int],
+    firsts: Sequence[int],
+    streams: Tensor,
+    weights: Tensor,
+    block: int,
+    std: float,
+    divisor: float,
+) -> Tensor:
     """Launch the kernel; see operators.release_."""
-    tiles = -(-(start + len(x)) // (2 * HALF)) - start // (2 * HALF)
-    squares = torch.empty(tiles, dtype=torch.float32, device=x.device)
+    layout, owners = _layout(tuple(map(Tensor.numel, xs)), tuple(starts), tuple(firsts), streams.device)
+    squares = torch.empty(len(owners), dtype=torch.float32, device=streams.device)
     vectors, blocks, _ = streams.shape
-    _release[(tiles,)](
-        x, streams, weights, squares, blocks, vectors, start, len(x), std, divisor, BLOCK=block, HALF=HALF
+    places = tables.with_addresses(xs, layout)
+    _release[(len(owners),)](
+        places, owners, streams, weights, squares, blocks, vectors, std, divisor, BLOCK=block, HALF=HALF
     )
     return squares.double().sum()
+
+
+@functools.lru_cache(maxsize=8)  # the same tensors at every step
+def _layout(
+    sizes: tuple[int, ...], starts: tuple[int, ...], firsts: tuple[int, ...], device: torch.device
+) -> tuple[NDArray[np.int64], Tensor]:
+    """Return places without their addresses, and the owner of each program."""
+    first, n = np.array(starts, np.int64), np.array(sizes, np.int64)
+    programs = -(-(first + n) // (2 * HALF)) - first // (2 * HALF)
+    return np.stack([first, n, tables.before(programs), np.array(firsts, np.int64)], 1), tables.owners(programs, device)

@@ -88,33 +88,47 @@ def weighted_rows(x: Tensor, weights: Tensor) -> Tensor:
         return rows.weighted_rows(x, weights)
 
 
-@_operator("(Tensor(a!) x, Tensor streams, Tensor weights, int block, int start, float std, float divisor) -> Tensor")
-def release_(x: Tensor, streams: Tensor, weights: Tensor, block: int, start: int, std: float, divisor: float) -> Tensor:
-    """Replace x [n] (float32, contiguous) by (x + std * noise) / divisor; return |x|^2 of the old x, [], float64.
+@_operator(
+    "(Tensor(a!)[] xs, int[] starts, int[] firsts, Tensor streams, Tensor weights, int block, float std, float divisor)"
+    " -> Tensor"
+)
+def release_(
+    xs: list[Tensor],
+    starts: list[int],
+    firsts: list[int],
+    streams: Tensor,
+    weights: Tensor,
+    block: int,
+    std: float,
+    divisor: float,
+) -> Tensor:
+    """Replace each x of `xs` by (x + std * noise) / divisor; return the sum of all old |x|^2, [], float64.
 
-    philox.py defines the normals; noise is their sum over vectors, with `weights` (float32 [vectors]). x holds elements
-    [start, start + n) of a tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams.
-    `streams` (int64 [vectors, ., 3], contiguous) are those of the blocks that overlap x.
+    philox.py defines the normals; noise is their sum over vectors, with `weights` (float32 [vectors]). The tensors are
+    float32, contiguous, not empty, and on the device of `streams`. x holds elements [start, start + x.numel()) of a
+    tensor. Every `block` of its elements (a multiple of 2 * philox.HALF) has its own streams. Those of the blocks that
+    overlap x begin at streams[:, first] (int64 [vectors, ., 3], contiguous).
     """
     from dpshard.kernels.triton import gaussian
 
-    with torch.cuda.device_of(x):
-        norm_sq = gaussian.release_(x, streams, weights, block, start, std, divisor)
-    torch.autograd.graph.increment_version(x)  # torch does not count the write that the schema declares
+    with torch.cuda.device_of(streams):
+        norm_sq = gaussian.release_(xs, starts, firsts, streams, weights, block, std, divisor)
+    torch.autograd.graph.increment_version(xs)  # torch does not count the writes that the schema declares
     return norm_sq
 
 
-@_operator("(Tensor(a!) total, Tensor words, int at, Tensor columns, Tensor rows) -> ()")
-def add_digest_(total: Tensor, words: Tensor, at: int, columns: Tensor, rows: Tensor) -> None:
-    """Add to `total` (int64 [2]) the digest of `words` (int32 [n], n > 0), exactly.
+@_operator("(Tensor(a!) total, Tensor[] words, int[] at, Tensor columns, Tensor rows) -> ()")
+def add_digests_(total: Tensor, words: list[Tensor], at: list[int], columns: Tensor, rows: Tensor) -> None:
+    """Add to `total` (int64 [2]) the digests of all `words` (int32 [n], n > 0), exactly.
 
-    The first word has the place `at` in its row. Weights of columns are int32 [2, WIDTH], those of the rows that the
-    words meet int64 [R, 2]. All are contiguous and on one device; see noise/digest.py.
+    The first word of a tensor has its place `at` in its row. Weights of columns are int32 [2, WIDTH]. Those of the rows
+    that the words meet are int64 [R, 2], one tensor after another. All are contiguous and on one device; see
+    noise/digest.py.
     """
     from dpshard.kernels.triton import digest
 
-    with torch.cuda.device_of(words):
-        digest.add_digest_(total, words, at, columns, rows)
+    with torch.cuda.device_of(total):
+        digest.add_digests_(total, words, at, columns, rows)
     torch.autograd.graph.increment_version(total)
 
 
@@ -130,8 +144,8 @@ for _name, _fake in {
     "ghost_norm_sq": lambda rows, cols, floor: _norms(rows),
     "gradient_norm_sq": lambda rows, cols: _norms(rows),
     "per_sample": lambda rows, cols: (_gradients(rows, cols, len(rows)), _norms(rows)),
-    "add_digest_": lambda *_: None,
-    "release_": lambda x, *_: x.new_empty((), dtype=torch.float64),
+    "add_digests_": lambda *_: None,
+    "release_": lambda xs, *_: xs[0].new_empty((), dtype=torch.float64),
     "weighted_sum": lambda rows, cols, factors: _gradients(rows, cols),
     "row_norm_sq": _norms,
     "weighted_rows": lambda x, weights: x.new_empty(len(x), x.shape[2], dtype=torch.float32),

@@ -25,17 +25,22 @@ _STRETCHES = ((0, 1), (4095, 2), (1027, 9000), (16, 304 * _WIDTH - 32))
 """Place of the first word in its row, words: one and several rows, alone and in a group."""
 
 _BLOCK = 4 * philox.HALF
+_SHARDS = ((_BLOCK - 7, 3 * _BLOCK), (5, 1), (3 * _BLOCK, _BLOCK + 1))
+"""Place of the first element, and elements: four blocks, one, and two."""
 
 
 def wrong_noise(device: torch.device) -> str | None:
     """Return the name of the noise kernel if its results differ from those of philox.py, else None."""
-    x = torch.randn(3 * _BLOCK, generator=_generator(device), device=device)
-    names = [[[3**30 + i + vector, -(5**20) - i, 7**22 * (1 - i)] for i in range(4)] for vector in range(2)]
+    generator = _generator(device)
+    xs = [torch.randn(n, generator=generator, device=device) for _, n in _SHARDS]
+    names = [[[3**30 + i + vector, -(5**20) - i, 7**21 * (1 - i)] for i in range(7)] for vector in range(2)]
     streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
-    expected = x.clone()
-    expected_norm_sq = philox.release_(expected, streams, weights, _BLOCK, _BLOCK - 7, 0.3, 7.0)
-    norm_sq = operators.release_(x, streams, weights, _BLOCK, _BLOCK - 7, 0.3, 7.0)
-    found = ((x, expected, 1.0), (norm_sq, expected_norm_sq, expected_norm_sq))
+    starts, firsts, expected = [start for start, _ in _SHARDS], [0, 4, 5], [x.clone() for x in xs]
+    norm_sq = operators.release_(xs, starts, firsts, streams, weights, _BLOCK, 0.3, 7.0)
+    expected_norm_sq = torch.zeros_like(norm_sq)
+    for x, start, first, end in zip(expected, starts, firsts, [4, 5, 7], strict=True):
+        expected_norm_sq += philox.release_(x, streams[:, first:end], weights, _BLOCK, start, 0.3, 7.0)
+    found = [(norm_sq, expected_norm_sq, expected_norm_sq), (torch.cat(xs), torch.cat(expected), 1.0)]
     return None if all(_is_near(*pair) for pair in found) else "release_"
 
 
@@ -97,14 +102,15 @@ def wrong_digest(device: torch.device) -> str | None:
         return torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1, shape, generator=generator, device=device)
 
     columns, found = drawn(32, 2, _WIDTH), drawn(64, 2)
+    expected, all_words, all_rows = found.clone(), [], []
     for at, n in _STRETCHES:
         words, rows = drawn(32, n), drawn(64, -(-(at + n) // _WIDTH), 2)
         matrix = torch.nn.functional.pad(words, (at, len(rows) * _WIDTH - at - n)).view(-1, 1, _WIDTH)
-        expected = found + ((matrix * columns).sum(2) * rows).sum(0)
-        operators.add_digest_(found, words.int(), at, columns.int(), rows)
-        if not torch.equal(found, expected):
-            return "add_digest_"
-    return None
+        expected += ((matrix * columns).sum(2) * rows).sum(0)
+        all_words.append(words.int())
+        all_rows.append(rows)
+    operators.add_digests_(found, all_words, [at for at, _ in _STRETCHES], columns.int(), torch.cat(all_rows))
+    return None if torch.equal(found, expected) else "add_digests_"
 
 
 def _is_near(found: Tensor, expected: Tensor, scale: Tensor | float) -> bool:

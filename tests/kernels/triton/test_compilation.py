@@ -22,8 +22,8 @@ POINTERS = {
     **dict.fromkeys(
         ("products", "scales", "gradients", "squares", "total", "factors", "weights", "x", "bounds"), "*fp32"
     ),
-    **dict.fromkeys(("words", "column_weights"), "*i32"),
-    **dict.fromkeys(("streams", "row_weights", "lanes"), "*i64"),
+    **dict.fromkeys(("owners", "column_weights"), "*i32"),
+    **dict.fromkeys(("streams", "row_weights", "lanes", "places", "stretches"), "*i64"),
     **dict.fromkeys(("std", "divisor", "hidden_rows", "hidden_cols", "hidden_sum", "floor", "root"), "fp32"),
     **dict.fromkeys(("rows_b", "cols_b", "x_u", "x_b", "start", "n"), "i64"),  # the largest: tensors of 2**31 elements
 }
@@ -38,7 +38,7 @@ KERNELS = [
     (rows._row_norm_sq, {"STEP": rows._STEP}, 4),
     (rows._weighted_rows, {"SAMPLES": rows._SAMPLES, "ELEMENTS": rows._ELEMENTS}, 4),
     (gaussian._release, {"BLOCK": 2**20, "HALF": 512}, 4),
-    (digest._add_digest, {"WIDTH": 4096, "TILE": digest._TILE}, 4),
+    (digest._add_digests, {"WIDTH": 4096, "TILE": digest._TILE}, 4),
 ]
 
 

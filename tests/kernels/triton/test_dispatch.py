@@ -80,8 +80,8 @@ def test_digests_that_differ_are_left_to_torch(gpu):
     assert triton.supports_digest(GPU)
     gpu.wrong_digest.assert_called_once_with(GPU)
     clear_caches()
-    gpu.wrong_digest.return_value = "add_digest_"
-    with pytest.warns(UserWarning, match="kernel add_digest_ gives wrong results on cuda:0"):
+    gpu.wrong_digest.return_value = "add_digests_"
+    with pytest.warns(UserWarning, match="kernel add_digests_ gives wrong results on cuda:0"):
         assert not triton.supports_digest(GPU)
     assert not triton.supports_digest(GPU)
     assert triton.run_on(GPU)

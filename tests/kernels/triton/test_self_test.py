@@ -75,19 +75,22 @@ def test_rows_of_weight_0_that_are_read_are_named():
 
 
 def wrong_digest(faulty):
-    with mock.patch.object(operators, "add_digest_", faulty):
+    with mock.patch.object(operators, "add_digests_", faulty):
         return self_test.wrong_digest(DEVICE)
 
 
 def test_a_digest_that_differs_is_named():
-    sound = operators.add_digest_
+    sound = operators.add_digests_
 
     def of_other_bits(total, words, *rest):
-        words[-1] ^= 1
+        words[0][-1] ^= 1
         sound(total, words, *rest)
 
     def of_another_place(total, words, at, *rest):
-        sound(total, words, 4 * (at // 4), *rest)
+        sound(total, words, [4 * (place // 4) for place in at], *rest)
+
+    def of_other_tensors(total, words, *rest):
+        sound(total, [words[0], words[2][:2], *words[2:]], *rest)
 
     def of_equal_lanes(total, words, at, columns, rows):
         sound(total, words, at, columns[:1].repeat(2, 1), rows)
@@ -97,16 +100,17 @@ def test_a_digest_that_differs_is_named():
 
     assert self_test._WIDTH == WIDTH
     assert wrong_digest(sound) is None
-    for faulty in (of_other_bits, of_another_place, of_equal_lanes, of_narrow_rows, lambda *_: None):
-        assert wrong_digest(faulty) == "add_digest_"
+    for faulty in (of_other_bits, of_another_place, of_other_tensors, of_equal_lanes, of_narrow_rows, lambda *_: None):
+        assert wrong_digest(faulty) == "add_digests_"
 
 
 @pytest.mark.parametrize("std", [0.0, 0.3001])
 def test_noise_of_another_size_is_named(std):
     sound = operators.release_
 
-    def faulty(x, streams, weights, block, start, _std, divisor):
-        return sound(x, streams, weights, block, start, std, divisor)
+    def faulty(*args):
+        *others, _std, divisor = args
+        return sound(*others, std, divisor)
 
     with mock.patch.object(operators, "release_", faulty):
         assert self_test.wrong_noise(DEVICE) == "release_"
@@ -115,18 +119,33 @@ def test_noise_of_another_size_is_named(std):
 def test_noise_of_another_stream_is_named():
     sound = operators.release_
 
-    def faulty(x, streams, *rest):
-        return sound(x, streams.roll(1, 1), *rest)
+    def faulty(xs, starts, firsts, streams, *rest):
+        return sound(xs, starts, firsts, streams.roll(1, 1), *rest)
 
     with mock.patch.object(operators, "release_", faulty):
         assert self_test.wrong_noise(DEVICE) == "release_"
 
 
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_a_tensor_without_noise_of_its_own_is_named(place):
+    sound = operators.release_
+
+    def shares_a_stream(xs, starts, firsts, *rest):
+        return sound(xs, starts, [firsts[place - 1] if i == place else n for i, n in enumerate(firsts)], *rest)
+
+    def is_left_out(xs, *rest):
+        return sound([x.clone() if i == place else x for i, x in enumerate(xs)], *rest)
+
+    for faulty in (shares_a_stream, is_left_out):
+        with mock.patch.object(operators, "release_", faulty):
+            assert self_test.wrong_noise(DEVICE) == "release_"
+
+
 def test_noise_without_an_earlier_vector_is_named():
     sound = operators.release_
 
-    def faulty(x, streams, weights, *rest):
-        return sound(x, streams[:1], weights[:1], *rest)
+    def faulty(xs, starts, firsts, streams, weights, *rest):
+        return sound(xs, starts, firsts, streams[:1], weights[:1], *rest)
 
     with mock.patch.object(operators, "release_", faulty):
         assert self_test.wrong_noise(DEVICE) == "release_"
