@@ -99,10 +99,12 @@ bench:
 #   WHEELS=../wheels         wheels of what $(PYTHON) lacks; `make wheels` fetches them where there is a network
 #   GPU_PARTS="--part NAME"  some parts of the benchmark; `python -m benchmarks gpu --list` shows them
 #   GPU_LIMIT=480            seconds for one part of the tests
+#   GPU_MINUTES=25           for all; parts of the benchmark that might take longer are left for the next `make gpu`
 #   DEVICE=cpu               try it out without a GPU
 WHEELS    ?= ../wheels
 DEVICE    ?= cuda
 GPU_LIMIT ?= 480
+GPU_MINUTES ?= 25
 GPU_SITE  := .gpu-site
 ON_GPU    := env PYTHONPATH="$(CURDIR):$(CURDIR)/$(GPU_SITE)" PYTHONUNBUFFERED=1 $(PYTHON)
 # An interrupt, unlike the default signal, lets pytest print what failed before the limit.
@@ -115,8 +117,11 @@ POINTWISE := tests/rules/test_elementwise.py
 GPU_ORDER := kernels oracles-elementwise oracles-products oracles-layers benchmark
 
 gpu: gpu-site
-	@failed=; \
-	for part in $(GPU_ORDER); do $(MAKE) --no-print-directory -o gpu-site gpu-$$part || failed="$$failed $$part"; done; \
+	@failed=; end=$$(($$(date +%s) + 60 * $(GPU_MINUTES))); \
+	for part in $(GPU_ORDER); do \
+		left=$$((($$end - $$(date +%s)) / 60)); \
+		$(MAKE) --no-print-directory -o gpu-site gpu-$$part GPU_MINUTES=$$left || failed="$$failed $$part"; \
+	done; \
 	test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
 gpu-kernels: gpu-site
@@ -133,7 +138,7 @@ gpu-oracles-layers: gpu-site
 	DPSHARD_TEST_DEVICE=$(DEVICE) $(GPU_TESTS) tests/rules tests/engine/test_passes.py $(addprefix --ignore=,$(PRODUCTS) $(POINTWISE))
 
 gpu-benchmark: gpu-site
-	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) $(GPU_PARTS)
+	$(ON_GPU) -m benchmarks gpu --device $(DEVICE) --minutes $(GPU_MINUTES) $(GPU_PARTS)
 
 gpu-site:
 	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \

@@ -215,6 +215,9 @@ def gpu(
     out: Out = results_files.ROOT / "benchmarks/results-gpu",
     tiny: Tiny = False,
     show: Annotated[bool, typer.Option("--list", help="Show the parts, and run none.")] = False,
+    minutes: Annotated[
+        float, typer.Option(help="Begin no part that might not end by then.", show_default="no limit")
+    ] = float("inf"),
 ) -> None:
     """Measure large models on one GPU, in parts that resume: ordinary, dpshard eager and compiled, and peers."""
     from benchmarks import gpu as on_gpu
@@ -232,6 +235,7 @@ def gpu(
         device=device,
         tiny=tiny,
         say=lambda text: console.err.print(escape(text)),
+        minutes=minutes,
     )
     path = on_gpu.write(out, failures)
     console.out.print(path.read_text("utf-8"), markup=False, highlight=False)

@@ -1,7 +1,7 @@
 """Measures one GPU in parts: each part has its own process, time limit and folder.
 
 A part that has results is skipped, so a measurement that was cut off resumes. A part that fails or exceeds its time
-limit is reported, and the others run.
+limit is reported, and the others run. No part begins that might not end in the time for all.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,13 +63,24 @@ def find(names: Sequence[str]) -> list[Part]:
     return [by_name[name] for name in names] or list(PARTS)
 
 
-def run(parts: Sequence[Part], out: Path, *, device: str, tiny: bool, say: Callable[[str], None]) -> dict[str, str]:
-    """Run the parts that have no results; return the failures by part."""
-    failures = {}
+def run(
+    parts: Sequence[Part],
+    out: Path,
+    *,
+    device: str,
+    tiny: bool,
+    say: Callable[[str], None],
+    minutes: float = float("inf"),
+) -> dict[str, str]:
+    """Run the parts that have no results, for at most `minutes`; return the failures by part."""
+    failures, end = {}, time.monotonic() + 60 * minutes
     for part in parts:
         folder = out / part.name
         if any(results_files.read(folder, kind) for kind in KINDS):
             say(f"{part.name}: has results, skipped")
+            continue
+        if end - time.monotonic() < 60 * part.minutes:
+            say(f"{part.name}: left for the next run, because it may take {part.minutes:g} minutes")
             continue
         say(f"{part.name}: at most {part.minutes:g} minutes")
         where = ["--device", device, "--out", str(folder), *(["--tiny"] if tiny else [])]

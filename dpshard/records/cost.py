@@ -98,7 +98,7 @@ class ProductSize:
         return product if self.by_native else product + self._flops_a_number() * self.R * self.C
 
     def _ghost(self) -> int:
-        if self.by_triton and supports_ghost_norm(self.B * self.G, self.T):
+        if self.by_triton and supports_ghost_norm(self.B * self.G, self.T, self.R + self.C):
             tile = ghost_tile(self.B * self.G, self.T)
             n = -(-self.T // tile)
             return n * (n + 1) * tile * tile * (self.R + self.C) // _TENSOR_CORES

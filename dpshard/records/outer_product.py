@@ -50,8 +50,8 @@ class OuterProduct:
             if triton.supports_product(self.rows, self.cols):
                 return self._floored(triton.gradient_norm_sq(self.rows, self.cols))
             return self._floored(self.instantiated()[1])
-        B, G, T, _ = self.rows.shape
-        if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T):
+        (B, G, T, R), C = self.rows.shape, self.cols.shape[3]
+        if triton.supports_product(self.rows, self.cols) and triton.supports_ghost_norm(B * G, T, R + C):
             return triton.ghost_norm_sq(self.rows, self.cols, relative_floor(torch.float32))
         rows, cols = wide(self.rows), wide(self.cols)
         if T == 1:

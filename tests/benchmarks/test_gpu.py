@@ -105,6 +105,15 @@ def test_a_part_that_fails_or_takes_too_long_stops_no_other(monkeypatch, tmp_pat
     assert said[-1] == "done: has results, skipped"
 
 
+def test_no_part_begins_that_may_take_longer_than_is_left(tmp_path):
+    parts, said = [gpu.Part("long", ("never",), 4.6), gpu.SELF_TEST], []
+    assert gpu.run(parts, tmp_path, device="cpu", tiny=True, say=said.append, minutes=4.5) == {}
+    assert said == [
+        "long: left for the next run, because it may take 4.6 minutes",
+        "kernels: at most 4 minutes",
+    ]
+
+
 def test_another_json_file_is_not_a_finished_part(tmp_path):
     (tmp_path / "wrong").mkdir()
     (tmp_path / "wrong/trace.json").write_text('{"kind": "profile"}')

@@ -6,7 +6,9 @@ from torch import nn
 
 from dpshard.applications.transformer import GPT, Block
 
-ROWS, LENGTH, LONG, VOCABULARY, CLASSES = 7, 32, 1024, 64, 10
+ROWS, LENGTH, VOCABULARY, CLASSES = 7, 32, 64, 10
+LENGTHS = {"wide": 1024, "xl": 100}
+"""Of sequences, where it is not LENGTH."""
 
 
 class Images(nn.Module):
@@ -58,17 +60,30 @@ def gpt(depth=2):
 
 def wide(depth=2):
     """Return a GPT whose products are too large to wait for others."""
-    return GPT(VOCABULARY, LONG, 1024, depth, lambda: Block(1024, 4, causal=True))
+    return GPT(VOCABULARY, LENGTHS["wide"], 1024, depth, lambda: Block(1024, 4, causal=True))
 
 
-MODELS = {"gpt": gpt, "wide": wide, "images": Images, "recurrent": Recurrent, "encoder": Encoder, "bags": Bags}
+def xl(depth=2):
+    """Return a GPT of GPT2-XL's width, on DP-ZeRO's sequences."""
+    return GPT(VOCABULARY, LENGTHS["xl"], 1600, depth, lambda: Block(1600, 25, causal=True))
+
+
+MODELS = {
+    "gpt": gpt,
+    "wide": wide,
+    "xl": xl,
+    "images": Images,
+    "recurrent": Recurrent,
+    "encoder": Encoder,
+    "bags": Bags,
+}
 
 
 def data(model):
     """Seven rows of inputs and targets."""
-    length = LONG if model == "wide" else LENGTH
+    length = LENGTHS.get(model, LENGTH)
     x = torch.arange(ROWS * length).view(ROWS, length) % VOCABULARY
-    if model in ("gpt", "wide"):
+    if model in ("gpt", "wide", "xl"):
         return x, x
     x = {"images": torch.rand(ROWS, 3, 8, 8), "recurrent": x[:, :8]}.get(model, x)
     return x, torch.arange(ROWS) % CLASSES

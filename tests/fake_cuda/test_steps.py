@@ -26,8 +26,13 @@ BLOCKS = {
     "gpt:layer-wise:auto:bf16": 1.38,
     "wide:all-layer:auto:bf16": 1.16,
     "wide:layer-wise:auto:bf16": 1.48,
+    "xl:all-layer:auto:bf16": 1.21,
+    "xl:layer-wise:auto:bf16": 1.48,
+    "xl:all-layer:ghost:bf16": 1.72,
+    "gpt:all-layer:ghost:bf16": 1.61,
 }
-"""Most launches that a block adds, over those that it adds to an ordinary step; of small layers, and of large ones."""
+"""Most launches that a block adds, over those that it adds to an ordinary step; of small layers, of large ones,
+and of GPT2-XL's on DP-ZeRO's sequences. Two passes (ghost) have two backwards."""
 ONCE = "records/numerics.py:index_tensor copies"
 """Real tensors copy these numbers only in the first step; the cache must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"

@@ -293,8 +293,12 @@ def test_the_cheapest_norm_on_a_gpu_with_kernels():
     assert instantiates(64, 128, 128, 128, by_triton=True)  # 2 T R C against 3/4 T^2 (R + C)
     assert not instantiates(64, 128, 128, 128, by_triton=False)
     assert not instantiates(64, 128, 1024, 1024, by_triton=True)
-    assert instantiates(4, 100, 1024, 1024, by_triton=True)  # few tiles: Gram matrices by torch, at its speed
+    assert not instantiates(4, 100, 1024, 1024, by_triton=True)
     assert not instantiates(4, 100, 1024, 1024, by_triton=False)
+    assert instantiates(
+        4, 100, 2**14, 128, by_triton=True
+    )  # few tiles, long rows: Gram matrices by torch, at its speed
+    assert not instantiates(64, 100, 2**14, 1024, by_triton=True)
     assert not instantiates(64, 128, 128, 128, by_triton=True, kept=True)
     assert not outer(2, 60, 100, 100).size.by_triton  # on a CPU
 

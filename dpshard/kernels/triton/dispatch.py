@@ -126,9 +126,12 @@ def supports_product(rows: Tensor, cols: Tensor) -> bool:
     )
 
 
-def supports_ghost_norm(BG: int, T: int) -> bool:
-    """Return True if kernels compute the ghost norm of a supported product; BG: samples times groups."""
-    return BG * tiles.triangle(T, tiles.ghost_tile(BG, T)) >= tiles.MANY
+def supports_ghost_norm(BG: int, T: int, length: int) -> bool:
+    """Return True if kernels compute the ghost norm of a supported product.
+
+    BG: samples times groups. `length`: rows and columns of the gradient. Torch takes some twenty launches instead.
+    """
+    return length <= tiles.LONGEST or BG * tiles.triangle(T, tiles.ghost_tile(BG, T)) >= tiles.MANY
 
 
 def supports_rows(x: Tensor) -> bool:

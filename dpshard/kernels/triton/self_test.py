@@ -13,8 +13,8 @@ from torch import Tensor
 from dpshard.kernels import philox
 from dpshard.kernels.triton import operators
 
-_SIZES = ((2, 2, 70, 40, 33), (22, 1, 257, 17, 16), (64, 1, 16, 130, 20))
-"""Samples, groups, positions, rows, columns: small tiles, large ones of Gram matrices, large ones of gradients."""
+_SIZES = ((2, 2, 70, 40, 33), (22, 1, 257, 17, 16), (64, 1, 33, 130, 20), (43, 1, 65, 20, 18))
+"""Samples, groups, positions, rows, columns: each size of tile of Gram matrices, and of gradients."""
 
 _ROWS = ((1, 3, 5), (2, 40, 2500))
 """Uses, samples, elements."""

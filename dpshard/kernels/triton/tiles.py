@@ -6,15 +6,18 @@ SMALLEST = 16
 """Least positions, rows or columns for tensor cores."""
 
 MANY = 128
-"""Number of programs that keep a GPU busy, roughly. With fewer tiles, torch is faster."""
+"""Number of programs that keep a GPU busy, roughly."""
 
 LONGEST = 2**14
-"""Most elements of a row for the kernel of norms, in which one program takes a row."""
+"""Most elements that one program reads from a row, unless there are MANY programs. Torch is faster with longer rows."""
 
 
 def ghost_tile(BG: int, T: int) -> int:
-    """Return the positions on a side of a tile. With large tiles, memory is read less often."""
-    return 128 if T >= 256 and BG * triangle(T, 128) >= MANY else tile(T, 64)
+    """Return the positions on a side of a tile: large ones read memory less often, small ones are MANY."""
+    size = tile(T, 128 if T >= 256 else 64)
+    while size > SMALLEST and BG * triangle(T, size) < MANY:
+        size //= 2
+    return size
 
 
 def triangle(T: int, tile: int) -> int:

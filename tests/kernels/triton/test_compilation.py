@@ -29,6 +29,7 @@ POINTERS = {
 }
 KERNELS = [
     (gram._ghost_norm_sq, {"TILE": 16, "STEP": 128, "CHUNK": 1024}, 4),
+    (gram._ghost_norm_sq, {"TILE": 32, "STEP": 128, "CHUNK": 1024}, 4),
     (gram._ghost_norm_sq, {"TILE": 64, "STEP": 64, "CHUNK": 1024}, 4),
     (gram._ghost_norm_sq, {"TILE": 128, "STEP": 32, "CHUNK": 1024}, 8),
     (gram._bounded, {"STEP": 1024}, 4),
