@@ -4,11 +4,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from benchmarks.workloads import GPU_WORKLOADS
 from dpshard.applications.transformer import GPT, Block
 
-ROWS, LENGTH, VOCABULARY, CLASSES = 7, 32, 64, 10
-LENGTHS = {"wide": 1024, "xl": 100}
-"""Of sequences, where it is not LENGTH."""
+ROWS, LENGTH, LONG, VOCABULARY, CLASSES = 7, 32, 1024, 64, 10
 
 
 class Images(nn.Module):
@@ -60,30 +59,31 @@ def gpt(depth=2):
 
 def wide(depth=2):
     """Return a GPT whose products are too large to wait for others."""
-    return GPT(VOCABULARY, LENGTHS["wide"], 1024, depth, lambda: Block(1024, 4, causal=True))
+    return GPT(VOCABULARY, LONG, 1024, depth, lambda: Block(1024, 4, causal=True))
 
 
-def xl(depth=2):
-    """Return a GPT of GPT2-XL's width, on DP-ZeRO's sequences."""
-    return GPT(VOCABULARY, LENGTHS["xl"], 1600, depth, lambda: Block(1600, 25, causal=True))
+def _of_benchmark(name):
+    return lambda depth=2: GPU_WORKLOADS[name].resized("depth", depth).build()
 
 
 MODELS = {
     "gpt": gpt,
     "wide": wide,
-    "xl": xl,
     "images": Images,
     "recurrent": Recurrent,
     "encoder": Encoder,
     "bags": Bags,
 }
+MODELS |= {name: _of_benchmark(name) for name in ("G1", "G2", "G3", "G4")}
 
 
 def data(model):
     """Seven rows of inputs and targets."""
-    length = LENGTHS.get(model, LENGTH)
+    if model in GPU_WORKLOADS:
+        return GPU_WORKLOADS[model].data(ROWS)
+    length = LONG if model == "wide" else LENGTH
     x = torch.arange(ROWS * length).view(ROWS, length) % VOCABULARY
-    if model in ("gpt", "wide", "xl"):
+    if model in ("gpt", "wide"):
         return x, x
     x = {"images": torch.rand(ROWS, 3, 8, 8), "recurrent": x[:, :8]}.get(model, x)
     return x, torch.arange(ROWS) % CLASSES

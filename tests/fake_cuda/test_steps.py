@@ -26,13 +26,17 @@ BLOCKS = {
     "gpt:layer-wise:auto:bf16": 1.38,
     "wide:all-layer:auto:bf16": 1.16,
     "wide:layer-wise:auto:bf16": 1.48,
-    "xl:all-layer:auto:bf16": 1.21,
-    "xl:layer-wise:auto:bf16": 1.48,
-    "xl:all-layer:ghost:bf16": 1.72,
     "gpt:all-layer:ghost:bf16": 1.61,
+    "G1:all-layer:auto:bf16": 1.2,
+    "G1:layer-wise:auto:bf16": 1.52,
+    "G2:all-layer:auto:bf16": 1.21,
+    "G2:layer-wise:auto:bf16": 1.48,
+    "G2:all-layer:ghost:bf16": 1.72,
+    "G3:all-layer:auto:bf16": 1.15,
+    "G3:layer-wise:auto:bf16": 1.39,
 }
 """Most launches that a block adds, over those that it adds to an ordinary step; of small layers, of large ones,
-and of GPT2-XL's on DP-ZeRO's sequences. Two passes (ghost) have two backwards."""
+and of the models of `make gpu`. Two passes (ghost) have two backwards."""
 ONCE = "records/numerics.py:index_tensor copies"
 """Real tensors copy these numbers only in the first step; the cache must not keep fake ones."""
 SENT = "interception/rows/identity.py:<listcomp> sends"
@@ -45,7 +49,7 @@ RELEASE = {
     "noise/keyed.py:_release_with_device_noise_ copies": 1,
 }
 """A release reads the digest of the sums, which keys their noise; at later waits the device is idle."""
-RELEASE_LAUNCHES = 160
+RELEASE_LAUNCHES = 165
 """Most launches of a release with the optimizer's step, for any number of parameters."""
 METRICS = 3
 
