@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from dpshard.applications.planner.timeline import Event
@@ -25,6 +25,21 @@ class Traffic:
     """Of whole tensors."""
 
 
+@dataclass(eq=False, slots=True)
+class Memory:
+    """Memory of a tensor."""
+
+    nbytes: int
+    part: str
+    """It may become known after the memory is taken."""
+    recorded: bool = False
+    reference: weakref.ref[Any] | None = None
+
+
+Change = tuple[Memory, int | None]
+"""Memory and its additional bytes, or None if it becomes a record."""
+
+
 @dataclass(frozen=True, slots=True)
 class Counts:
     """Costs of one step."""
@@ -33,6 +48,34 @@ class Counts:
     peaks: tuple[Bytes, ...]
     """Most memory since the last event."""
     ends: tuple[Bytes, ...]
+
+    @classmethod
+    def read(cls, log: Iterable[Event | Change]) -> Counts:
+        """Return the counts of events and changes of memory in their order."""
+        sizes: dict[Memory, int] = {}
+        records: set[Memory] = set()
+        now = dict.fromkeys(PARTS, 0)
+        best: Bytes = ()
+        events, peaks, ends = [], [], []
+        for entry in log:
+            if isinstance(entry, Event):
+                events.append(entry)
+                peaks.append(best)
+                best = tuple(now.values())
+                ends.append(best)
+                continue
+            memory, nbytes = entry
+            held = sizes.get(memory, 0)
+            if nbytes is None:
+                records.add(memory)
+                now[memory.part] -= held
+                now[RECORDS] += held
+                continue
+            sizes[memory] = held + nbytes
+            now[RECORDS if memory in records else memory.part] += nbytes
+            if not best or sum(now.values()) > sum(best):
+                best = tuple(now.values())
+        return cls(tuple(events), tuple(peaks), tuple(ends))
 
     @property
     def flops(self) -> int:
@@ -57,66 +100,3 @@ class Counts:
     def parts(self) -> dict[str, int]:
         """Return bytes at the peak."""
         return dict(zip(PARTS, max(self.peaks, key=sum), strict=True))
-
-
-@dataclass(slots=True)
-class Memory:
-    """Memory of a tensor."""
-
-    nbytes: int
-    part: str
-    recorded: int | None = None
-    reference: weakref.ref[Any] | None = None
-
-
-@dataclass(slots=True)
-class MemoryLog:
-    """Changes of memory. Which part a storage belongs to may become known after its change."""
-
-    entries: list[tuple[Memory | None, int]] = field(default_factory=list)
-    """Additional bytes; None is an event."""
-
-    def restart(self, live: Iterable[Memory]) -> None:
-        """Begin anew with the storages that live."""
-        self.entries = []
-        for storage in live:
-            storage.recorded = storage.recorded if storage.recorded is None else -1
-            self.entries.append((storage, storage.nbytes))
-
-    def add(self, storage: Memory, nbytes: int) -> None:
-        """Note that a storage grew."""
-        self.entries.append((storage, nbytes))
-
-    def record(self, storage: Memory) -> None:
-        """Note that a storage became a record."""
-        storage.recorded = len(self.entries)
-        self.entries.append((storage, 0))
-
-    def event(self) -> None:
-        """Note an event."""
-        self.entries.append((None, 0))
-
-    def read(self) -> tuple[tuple[Bytes, ...], tuple[Bytes, ...]]:
-        """Return Counts.peaks and Counts.ends."""
-        sizes: dict[int, int] = {}
-        now = dict.fromkeys(PARTS, 0)
-        total, most = 0, -1
-        best: Bytes = ()
-        peaks, ends = [], []
-        for place, (storage, nbytes) in enumerate([*self.entries, (None, 0)]):
-            if storage is None:
-                peaks.append(best)
-                best, most = tuple(now.values()), total
-                ends.append(best)
-                continue
-            held = sizes.get(id(storage), 0)
-            sizes[id(storage)] = held + nbytes
-            if storage.recorded == place:
-                now[storage.part] -= held
-                now[RECORDS] += held
-            was_record = storage.recorded is not None and storage.recorded <= place
-            now[RECORDS if was_record else storage.part] += nbytes
-            total += nbytes
-            if total > most:
-                best, most = tuple(now.values()), total
-        return tuple(peaks), tuple(ends)

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dpshard.applications.flops import FORMULAS
-from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETERS, RECORDS, Counts, Memory, MemoryLog
+from dpshard.applications.planner.counts import ACTIVATIONS, GRADIENTS, PARAMETERS, RECORDS, Change, Counts, Memory
 from dpshard.applications.planner.timeline import Event
 from dpshard.errors import ConfigurationError
 
@@ -32,7 +32,6 @@ _KINDS = {
     "all-reduce": ("allreduce", "all_reduce"),
     "broadcast": ("broadcast",),
 }
-_REDUCTIONS = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 _SILENT = ("wait_tensor", "barrier", "monitored_barrier")
 
 
@@ -56,28 +55,23 @@ class Meter(TorchDispatchMode):
         self.fake, self.node = fake, node
         self.phase = "forward"
         self.waited: list[int] = []
-        self._events: list[Event] = []
-        self._log = MemoryLog()
+        self._log: list[Event | Change] = []
         self._live: dict[int, Memory] = {}
 
     @property
     def counts(self) -> Counts:
         """Counts since the last restart."""
-        return Counts((*self._events, Event(self.phase)), *self._log.read())
+        return Counts.read((*self._log, Event(self.phase)))
 
     def restart(self) -> None:
         """Reset the counts."""
-        self._events = []
-        self._log.restart(list(self._live.values()))
+        live = list(self._live.values())
+        self._log = [*((m, None) for m in live if m.recorded), *((m, m.nbytes) for m in live)]
 
     def begin(self, phase: str) -> None:
         """Begin a phase with an event."""
-        self._add(Event(self.phase))
+        self._log.append(Event(self.phase))
         self.phase = phase
-
-    def _add(self, event: Event) -> None:
-        self._events.append(event)
-        self._log.event()
 
     def label(self, tensors: Iterable[Any], part: str) -> None:
         """Set the part of `tensors`; only an activation becomes a record."""
@@ -85,11 +79,12 @@ class Meter(TorchDispatchMode):
             local = x._local_tensor if isinstance(x, DTensor) else x
             if not self._is_ours(local):
                 continue
-            storage = self._find(local.untyped_storage(), part)
+            memory = self._find(local.untyped_storage(), part)
             if part != RECORDS:
-                storage.part = part
-            elif storage.recorded is None and storage.part == ACTIVATIONS:
-                self._log.record(storage)
+                memory.part = part
+            elif not memory.recorded and memory.part == ACTIVATIONS:
+                memory.recorded = True
+                self._log.append((memory, None))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
@@ -101,12 +96,12 @@ class Meter(TorchDispatchMode):
         formula = FORMULAS.get(func._overloadpacket)
         outputs = [x for x in tree_leaves(result) if self._is_ours(x)]
         if formula is not None and outputs:
-            self._add(Event(self.phase, formula(*args, **kwargs, out_val=result)))
+            self._log.append(Event(self.phase, formula(*args, **kwargs, out_val=result)))
         for x in outputs:
             self._find(x.untyped_storage(), ACTIVATIONS)
         if func is torch.ops.fsdp.split_with_sizes_copy.default:
             self.label(kwargs["out"], PARAMETERS)
-            self._add(Event(self.phase, kind="use"))
+            self._log.append(Event(self.phase, kind="use"))
         elif func is torch.ops.fsdp.chunk_cat.default:
             self.label([*args[0], kwargs["out"]] if args else [*kwargs["tensors"], kwargs["out"]], GRADIENTS)
         return result
@@ -125,7 +120,7 @@ class Meter(TorchDispatchMode):
         tensors = [x for side in sides for x in side]
         nbytes = max(sum(x.numel() * x.element_size() for x in side) for side in sides)
         members = dist.get_process_group_ranks(_group(args))
-        self._add(
+        self._log.append(
             Event(
                 self.phase,
                 kind=kind,
@@ -140,14 +135,12 @@ class Meter(TorchDispatchMode):
 
     def __enter__(self) -> Meter:
         # FSDP resizes the storage of gathered parameters, which dispatch modes miss.
-        self._resize = torch.UntypedStorage.resize_
-        meter, resize = self, self._resize
+        self._resize = resize = torch.UntypedStorage.resize_
 
         def resized(storage: torch.UntypedStorage, nbytes: int) -> Any:
             result = resize(storage, nbytes)
-            known = meter._live.get(storage._cdata)
-            if known is not None:
-                meter._log.add(known, nbytes - known.nbytes)
+            if (known := self._live.get(storage._cdata)) is not None:
+                self._log.append((known, nbytes - known.nbytes))
                 known.nbytes = nbytes
             return result
 
@@ -164,26 +157,22 @@ class Meter(TorchDispatchMode):
     def _find(self, storage: torch.UntypedStorage, part: str) -> Memory:
         key = storage._cdata
         known = self._live.get(key)
-        if known is not None and known.reference is not None and known.reference() is not None:
-            return known
-        if known is not None:
-            self._forget(key, known)
-        new = Memory(storage.nbytes(), part)
-        new.reference = weakref.ref(storage, lambda _: self._forget(key, new))
-        self._live[key] = new
-        self._log.add(new, new.nbytes)
-        return new
+        if known is None:
+            known = self._live[key] = Memory(storage.nbytes(), part)
+            known.reference = weakref.ref(storage, lambda _: self._forget(key))
+            self._log.append((known, known.nbytes))
+        return known
 
-    def _forget(self, key: int, storage: Memory) -> None:
-        if self._live.get(key) is storage:
-            del self._live[key]
-            self._log.add(storage, -storage.nbytes)
+    def _forget(self, key: int) -> None:
+        memory = self._live.pop(key)
+        self._log.append((memory, -memory.nbytes))
 
 
 def _group(args: Any) -> Any:
+    names = [x for x in args if isinstance(x, str)]
+    if names:  # the last one, after a reduction
+        return dist.distributed_c10d._resolve_process_group(names[-1])  # pyright: ignore[reportArgumentType]
     for x in args:
-        if isinstance(x, str) and x not in _REDUCTIONS:
-            return dist.distributed_c10d._resolve_process_group(x)  # pyright: ignore[reportArgumentType]
         if isinstance(x, torch.ScriptObject) and "ProcessGroup" in str(x._type()):
             return dist.ProcessGroup.unbox(x)
     raise ConfigurationError("The plan found a collective without a process group.")
