@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -25,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpshard.applications.planner.counts import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts
 from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import FakeModel, Transformer, build
-from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes
+from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes, replaced
 from dpshard.clipping.tape import Tape, Use
 from dpshard.config import parse_clipping_mode
 from dpshard.engine import PrivacyEngine
@@ -139,18 +140,18 @@ class Simulation:
     """One rank, within `fake_ranks`."""
 
     def __init__(self, setup: Setup) -> None:
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        meter = Meter(fake, setup.node)
-        self.setup, self.fake, self.meter = setup, fake, meter
+        self.setup, self.fake = setup, FakeTensorMode(allow_non_fake_inputs=True)
+        self.meter = meter = Meter(self.fake, setup.node)
         self._stepped = False
         self._layouts: dict[Any, Layout] = {}
-        mesh = self._mesh()
         self._told: dict[str, Any] = {}
+        # FSDP's policy casts parameters.
+        narrow = setup.shard == "ddp" and setup.precision == "bf16"
+        self._autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=narrow)
+        mesh = self._mesh()
         # Under context parallelism, ranks of one model have shards of their own.
-        sharded_over = (
-            mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
-        )
-        with fake, UnreadValues(), meter:
+        ranks = mesh["shard", "cp"]._flatten("ranks") if setup.cp > 1 else mesh["shard"] if setup.tp > 1 else mesh
+        with self.fake, UnreadValues(), meter:
             self.subject = self._build()
             self.elements = sum(p.numel() for p in self.subject.model.parameters())
             if setup.tp * setup.cp > 1:
@@ -159,8 +160,7 @@ class Simulation:
                 meter.waited = dist.get_process_group_ranks(group)
                 if setup.cp > 1:
                     self._told = {"model_parallel_group": group, "model_parallel_parts": {"*": "sum"}}
-                mesh = sharded_over
-            self.model = self._shard(self.subject, mesh)
+            self.model = self._shard(self.subject, ranks)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
             # It reads no values.
             kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
@@ -172,30 +172,25 @@ class Simulation:
 
     def _build(self) -> FakeModel:
         setup = self.setup
-        if isinstance(setup.model, Transformer):
-            return setup.model.build(seq=setup.seq, checkpointing=setup.checkpointing)
-        return build(setup.model, seq=setup.seq, checkpointing=setup.checkpointing)
+        make = setup.model.build if isinstance(setup.model, Transformer) else partial(build, setup.model)
+        return make(seq=setup.seq, checkpointing=setup.checkpointing)
 
     def _mesh(self) -> Any:
         setup = self.setup
         if setup.shard == "ddp":
             return None
+        sizes = {"shard": setup.data_ranks}
         if setup.shard == "hsdp":
-            return init_device_mesh(
-                "cpu", (setup.ranks // setup.node, setup.node), mesh_dim_names=("replicate", "shard")
-            )
-        if setup.tp * setup.cp == 1:
-            return init_device_mesh("cpu", (setup.ranks,), mesh_dim_names=("shard",))
-        return init_device_mesh("cpu", (setup.data_ranks, setup.cp, setup.tp), mesh_dim_names=("shard", "cp", "tp"))
+            sizes = {"replicate": setup.ranks // setup.node, "shard": setup.node}
+        elif setup.tp * setup.cp > 1:
+            sizes |= {"cp": setup.cp, "tp": setup.tp}
+        return init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
 
     def _shard(self, subject: FakeModel, mesh: Any) -> nn.Module:
         if self.setup.shard == "ddp":
             return _distributed_data_parallel(subject.model)
-        policy = (
-            MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-            if self.setup.precision == "bf16"
-            else MixedPrecisionPolicy()
-        )
+        narrow: Any = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+        policy = MixedPrecisionPolicy(**narrow if self.setup.precision == "bf16" else {})
         for unit in (*subject.blocks, subject.model):
             # None: FSDP reshards blocks after forward, but not the root.
             kept = False if self.setup.shard == "zero2" else None
@@ -204,17 +199,24 @@ class Simulation:
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
         """Return the costs of a step."""
-        if clipping is None:
-            with self.fake, UnreadValues(), self.meter:
-                for _ in range(1 if self._stepped else 2):
-                    self._step(_micro_batches(self.model, self.setup.micro_batches), micro_batch)
-            return self.meter.counts
         rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
+        engine = None if clipping is None else self._engine(clipping, rows)
+        try:
+            with self.fake, UnreadValues(), self.meter, replaced(Tape, "arrive", self._noting(Tape.arrive)):
+                for batch in self._ordinary() if engine is None else engine.batches(range(rows), micro_batch):
+                    before = self._stepped, len(self._layouts)
+                    self._step(batch, micro_batch)
+                    if before == (True, len(self._layouts)):
+                        break
+        finally:
+            if engine is not None:
+                engine.detach()
+        return self.meter.counts
+
+    def _engine(self, clipping: Clipping, rows: int) -> PrivacyEngine:
         with grids_unasked():
-            engine = self._engine(
+            engine = PrivacyEngine(
                 self.model,
-                self.meter,
-                self._layouts,
                 # Every row is in every batch: each rank has setup.micro_batches.
                 batch_size=rows,
                 sample_size=rows,
@@ -222,24 +224,37 @@ class Simulation:
                 noise_multiplier=0.0,
                 target_delta=1e-12,
                 accountant="rdp",
-                clipping_style=clipping.style,
+                clipping_style=clipping.style,  # type: ignore[arg-type]
                 clipping_mode=clipping.mode,
                 verify=False,
                 **self._told,
             )
-        try:
-            with self.fake, UnreadValues(), self.meter:
-                for logical_batch in engine.batches(range(rows), micro_batch):
-                    before = self._stepped, len(self._layouts)
-                    self._step(logical_batch, micro_batch)
-                    if before == (True, len(self._layouts)):
-                        break
-        finally:
-            engine.detach()
-        return self.meter.counts
+        engine._interception.layouts.found = self._layouts  # which all engines of this model share
+        return engine
 
-    def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
-        return CountingEngine(*args, **settings)
+    def _noting(self, arrive: Callable[..., None]) -> Callable[..., None]:
+        def noted(tape: Tape, use: Use, tensors: Sequence[Tensor | None]) -> None:
+            arrive(tape, use, tensors)
+            self._note(tape, use)
+
+        return noted
+
+    def _note(self, tape: Tape, use: Use) -> None:
+        """Label the records that a use has made."""
+        for name in {name for source in use.sources for name in source.roots}:
+            for _, record in tape.closer.group(name).entries.get(name, ()):
+                fields = (getattr(record, field) for field in type(record).__slots__)
+                self.meter.label([x for x in fields if isinstance(x, Tensor)], RECORDS)
+
+    def _ordinary(self) -> Iterator[Iterator[None]]:
+        while True:
+            yield self._micro_batches()
+
+    def _micro_batches(self) -> Iterator[None]:
+        for i in range(self.setup.micro_batches):
+            held = isinstance(self.model, DistributedDataParallel) and i < self.setup.micro_batches - 1
+            with self.model.no_sync() if held else nullcontext():
+                yield
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
         inputs, targets = self.subject.inputs(micro_batch)
@@ -249,7 +264,7 @@ class Simulation:
         for _ in logical_batch:
             self.meter.phase = "forward"
             with self.subject.around_step():
-                with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()):
+                with self._autocast():
                     loss = self.subject.loss(self.model(**inputs), targets)
                 self.meter.phase = "backward"
                 loss.backward()
@@ -264,47 +279,6 @@ class Simulation:
         self.meter.label([x for x in states if isinstance(x, Tensor)], OPTIMIZER)
         self.optimizer.zero_grad()
         self._stepped = True
-
-    def _autocast(self) -> bool:
-        # FSDP's policy casts parameters.
-        return self.setup.shard == "ddp" and self.setup.precision == "bf16"
-
-
-class CountingEngine(PrivacyEngine):
-    """Labels its records, and shares layouts."""
-
-    def __init__(self, model: nn.Module, meter: Meter, layouts: dict[Any, Layout], **settings: Any) -> None:
-        super().__init__(model, **settings)
-        self._interception.layouts.found = layouts
-        open_tape = self._collector.open_tape
-
-        def labelled(batch_size: int, module: nn.Module) -> Tape:
-            return _labelled(open_tape(batch_size, module), meter)
-
-        self._collector.open_tape = labelled
-
-
-def _labelled(tape: Tape, meter: Meter) -> Tape:
-    arrive = tape.arrive
-
-    def labelled(use: Use, tensors: Sequence[Tensor | None]) -> None:
-        arrive(use, tensors)
-        names = {name for source in use.sources for name in source.roots}
-        for group in tape.groups.values():
-            for name in names & group.entries.keys():
-                for _, record in group.entries[name]:
-                    fields = (getattr(record, field) for field in type(record).__slots__)
-                    meter.label([x for x in fields if isinstance(x, Tensor)], RECORDS)
-
-    tape.arrive = labelled
-    return tape
-
-
-def _micro_batches(model: nn.Module, count: int) -> Iterator[int]:
-    for i in range(count):
-        held = isinstance(model, DistributedDataParallel) and i < count - 1
-        with model.no_sync() if held else nullcontext():  # type: ignore[operator]
-            yield i
 
 
 def _distributed_data_parallel(model: nn.Module) -> DistributedDataParallel:

@@ -23,10 +23,9 @@ from torch.distributed.tensor.parallel import loss_parallel
 from dpshard import backends
 from dpshard.applications.planner.counts import Counts
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.meter import Meter
 from dpshard.applications.planner.models import FakeModel, Transformer, cross_entropy
 from dpshard.applications.planner.parallel import cut_weights, replaced
-from dpshard.applications.planner.simulation import Clipping, CountingEngine, Setup, Simulation
+from dpshard.applications.planner.simulation import Clipping, Setup, Simulation
 from dpshard.applications.planner.timeline import Event
 from dpshard.applications.transformer import GPT, Block
 from dpshard.backends.backend import Backend
@@ -34,10 +33,10 @@ from dpshard.backends.communicator import Communicator
 from dpshard.backends.grad_store import DotGradStore
 from dpshard.backends.pipeline import StageSharding
 from dpshard.backends.sharding import Unsharded
-from dpshard.backends.stage_sums import LateSums, WholeSums
+from dpshard.backends.stage_sums import WholeSums
 from dpshard.clipping.autograd_nodes import in_full_precision
 from dpshard.clipping.groups import ClippingGroup
-from dpshard.clipping.tape import ClippedSums, Tape
+from dpshard.clipping.tape import ClippedSums, Tape, Use
 from dpshard.engine import PrivacyEngine
 
 FIRST, FORWARD, BACKWARD, SUMS, UPDATE = "first part", "forward", "backward", "sums", "update"
@@ -138,7 +137,7 @@ class StageSimulation(Simulation):
     def __init__(self, setup: Setup, shape: Transformer, *, first: bool, last: bool) -> None:
         self._shape, self._first, self._last, self._tp = shape, first, last, setup.tp
         self._hidden = torch.bfloat16 if setup.tp > 1 and setup.precision == "bf16" else torch.float32
-        self._engine_now: _StageEngine | None = None
+        self._tapes: dict[Tape, None] = {}
         super().__init__(replace(setup, model=shape, ranks=1, micro_batches=2, tp=1))
 
     @property
@@ -172,14 +171,23 @@ class StageSimulation(Simulation):
             self.meter.waited = list(range(self._tp))
         return subject.model
 
-    def _engine(self, *args: Any, **settings: Any) -> PrivacyEngine:
-        with replaced(backends, "local_backend", _stage_backend):
-            self._engine_now = _StageEngine(*args, **settings)
-        return self._engine_now
+    def _engine(self, clipping: Clipping, rows: int) -> PrivacyEngine:
+        with replaced(backends, "local_backend", self._backend):
+            return super()._engine(clipping, rows)
+
+    def _backend(self, model: nn.Module, declared: Any = None) -> Backend:
+        sharding = _Alone(model)
+        store, alone = DotGradStore(sharding), Communicator()
+        self._sums = WholeSums(sharding, store, alone)
+        return _StageBackend("a stage", alone, sharding, self._sums, store)
+
+    def _note(self, tape: Tape, use: Use) -> None:
+        super()._note(tape, use)
+        self._tapes[tape] = None
 
     def count(self, clipping: Clipping | None, micro_batch: int) -> Counts:
         """Return the counts of a step with this clipping and micro-batch size."""
-        self._engine_now = None
+        self._tapes.clear()
         return super().count(clipping, micro_batch)
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:
@@ -190,12 +198,12 @@ class StageSimulation(Simulation):
         self.meter.restart()
         self.meter.phase = FIRST
         # Around the schedule, autocast keeps one copy of the parameters for all parts.
-        with torch.autocast("cpu", torch.bfloat16, enabled=self._autocast()), self.subject.around_step():
+        with self._autocast(), self.subject.around_step():
             for i, _ in enumerate(logical_batch):
                 self._part(targets, (FORWARD, BACKWARD) if i else (FIRST, FIRST))
-        if self._engine_now is not None and self._engine_now.spanning:
+        if self._tapes and next(iter(self._tapes)).clipper.spanning:
             self.meter.begin(SUMS)
-            self._engine_now.sum_spanning()
+            self._sum_spanning()
         self.meter.begin(UPDATE)
         self._update()
 
@@ -209,34 +217,19 @@ class StageSimulation(Simulation):
         self.meter.begin(phases[1])
         loss.backward(self._gradient)
 
-
-class _StageEngine(CountingEngine):
-    def __init__(self, model: nn.Module, meter: Meter, layouts: Any, **settings: Any) -> None:
-        super().__init__(model, meter, layouts, **settings)
-        clipper = self._collector.clipper
-        self.spanning = clipper.spanning
-        self._tapes: list[Tape] = []
-        open_tape = self._collector.open_tape
-
-        def noted(batch_size: int, module: nn.Module) -> Tape:
-            self._tapes.append(open_tape(batch_size, module))
-            return self._tapes[-1]
-
-        self._collector.open_tape = noted
-
-    def sum_spanning(self) -> None:
-        tapes, reduction, clipper = list(dict.fromkeys(self._tapes)), self._backend.reduction, self._collector.clipper
+    def _sum_spanning(self) -> None:
+        tapes = list(self._tapes)
         self._tapes.clear()
-        assert isinstance(reduction, LateSums)
+        clipper = tapes[0].clipper
         with torch.no_grad(), in_full_precision(torch.device("cpu")):
             for tape in tapes:
-                for index in self.spanning:
+                for index in clipper.spanning:
                     norm_sq_B = tape.closer.own_norm_sq_B(index)
                     assert norm_sq_B is not None
                     tape.closer.clip_spanning(index, norm_sq_B)
-            for index in self.spanning:
+            for index in clipper.spanning:
                 names = clipper.groups[index].names
-                reduction.add_later(names, ClippedSums(names, tapes, False).take)
+                self._sums.add_later(names, ClippedSums(names, tapes, False).take)
 
 
 class _Alone(Unsharded):
@@ -250,9 +243,3 @@ class _StageBackend(Backend):
     def own_groups(self, groups: Sequence[ClippingGroup]) -> tuple[tuple[ClippingGroup, ...], frozenset[int]]:
         labels = ("all-layer", "outside of blocks")
         return tuple(groups), frozenset(group.index for group in groups if group.label in labels)
-
-
-def _stage_backend(model: nn.Module, declared: Any = None) -> Backend:
-    sharding = _Alone(model)
-    store, alone = DotGradStore(sharding), Communicator()
-    return _StageBackend("a stage", alone, sharding, WholeSums(sharding, store, alone), store)
