@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from dpshard.applications.cli import console, plan_time
-from dpshard.applications.cli.plan_time import GIB
+from dpshard.applications.cli import console
+from dpshard.applications.cli.plan_table import assumptions, new_table
 from dpshard.applications.cli.run_folder import write_json
-
-if TYPE_CHECKING:
-    from dpshard.applications.planner.hardware import Hardware
-    from dpshard.applications.planner.pipelines import PipelinePlan
+from dpshard.applications.planner.estimates import GIB
+from dpshard.applications.planner.hardware import Hardware
+from dpshard.applications.planner.pipelines import PipelinePlan
 
 SHOWN = 4
 
@@ -34,7 +33,7 @@ def show(
         f"{_counted(setup.micro_batches, 'part')} of {_counted(plan.micro_batch, 'sample')}, 1F1B, {setup.precision}"
     )
     console.out.print(_table(plan, hardware))
-    console.out.print(f"[dim]{plan_time.assumptions(hardware)}[/]")
+    console.out.print(f"[dim]{assumptions(hardware)}[/]")
     parts = setup.micro_batches
     textbook = (plan.pp - 1) / (parts + plan.pp - 1)
     if setup.tp > 1:
@@ -62,7 +61,7 @@ def _counted(count: int, what: str) -> str:
 
 
 def _table(plan: PipelinePlan, hardware: Hardware) -> Table:
-    table, add = plan_time.new_table("A step", plan.estimates)
+    table, add = new_table("A step", plan.estimates)
     times = {e.label: plan.times(e, hardware) for e in plan.estimates}
     peaks = {e.label: plan.peaks(e) for e in plan.estimates}
     worst = sorted(range(plan.pp), key=lambda s: -max(some[s] for some in peaks.values()))

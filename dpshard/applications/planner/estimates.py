@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from dpshard.applications.planner.counts import RECORDS, Counts, Traffic
 from dpshard.applications.planner.extrapolation import Extrapolation, rank_of
 from dpshard.applications.planner.hardware import Hardware
-from dpshard.applications.planner.simulation import Clipping, Setup, Simulation, fake_ranks
+from dpshard.applications.planner.simulation import Clipping, Setup, Simulation, fake_ranks, require_counts
 from dpshard.applications.planner.timeline import Event, Times, replay, scaled, spread, update_bytes
-from dpshard.config import is_count, require_positive
+from dpshard.config import require_positive
 from dpshard.errors import ConfigurationError
 from dpshard.records.offload import RESERVE
 
@@ -74,6 +74,10 @@ class Plan:
         room = 0 if self.gpu_memory is None else (1 - RESERVE) * self.gpu_memory
         return min(estimate.parts[RECORDS], max(0, round(estimate.peak - room)))
 
+    def host_gib(self, estimate: Estimate) -> float:
+        """Return the GiB of records in a host's memory."""
+        return self.setup.node * self.spilled(estimate) / GIB
+
     def times(self, estimate: Estimate, hardware: Hardware, *, micro_batch: int | None = None) -> Times:
         """Return the time of a step; other micro-batches than those counted scale its products."""
         micro_batch = micro_batch or self.micro_batch
@@ -130,9 +134,7 @@ def make_plan(
     `gpu_memory` (GiB) adds the largest micro-batch. Raises ConfigurationError for an unknown model, an impossible mesh,
     or within a process group.
     """
-    for name, value in (("ranks", setup.ranks), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
-        if not is_count(value):
-            raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
+    require_counts(ranks=setup.ranks, micro_batch=micro_batch, micro_batches=setup.micro_batches)
     if setup.ranks < 2:
         raise ConfigurationError(f"ranks={setup.ranks}: a plan needs at least 2 ranks.")
     limit = None
@@ -143,8 +145,7 @@ def make_plan(
     with fake_ranks(setup):
         rank = rank_of(setup)
         estimates = tuple(_estimate(rank, clipping, micro_batch, limit, report) for clipping in (None, *clippings))
-    sizes = {"shard_elements": rank.shard_elements, "positions": rank.positions}
-    return Plan(setup, micro_batch, rank.elements, limit, estimates, **sizes)
+    return Plan(setup, micro_batch, rank.elements, limit, estimates, rank.shard_elements, rank.positions)
 
 
 def _estimate(

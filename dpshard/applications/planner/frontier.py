@@ -61,13 +61,8 @@ def parse_means(text: str, seq: int | None = None) -> Means:
     require_probability("--budget: delta", given["delta"])
     if seq is not None and not is_count(seq):
         raise ConfigurationError(f"--seq {seq!r}: give the tokens of a sample, at least 1.")
-    return Means(
-        epsilon=given["epsilon"],
-        delta=given["delta"],
-        gpu_hours=given["gpu-hours"],
-        sample_size=round(given["dataset"]),
-        seq=seq or 1024,
-    )
+    epsilon, delta, gpu_hours, samples = (given[key] for key in KEYS)
+    return Means(epsilon=epsilon, delta=delta, gpu_hours=gpu_hours, sample_size=round(samples), seq=seq or 1024)
 
 
 def frontier(means: Means, hardware: Hardware, report: Callable[[str], None] = lambda _: None) -> list[Point]:

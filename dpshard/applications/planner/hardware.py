@@ -68,7 +68,7 @@ class Hardware:
 
     def hop_seconds(self, nbytes: float, *, within_node: bool) -> float:
         """Return the time to send bytes."""
-        return self.latency + nbytes / ((self.intra if within_node else self.inter) * 1e9)
+        return self.latency + self._sending(nbytes, within_node=within_node)
 
     def collective_seconds(self, kind: str, nbytes: float, ranks: int, *, within_node: bool) -> float:
         """Return latency * log2(n) + (n - 1) / n * bytes / bandwidth, twice that for an all-reduce.
@@ -78,5 +78,8 @@ class Hardware:
         if ranks == 1:
             return 0.0
         rounds = 2 if kind == "all-reduce" else 1
-        bandwidth = (self.intra if within_node else self.inter) * 1e9
-        return rounds * (self.latency * math.log2(ranks) + (ranks - 1) / ranks * nbytes / bandwidth)
+        sending = self._sending((ranks - 1) / ranks * nbytes, within_node=within_node)
+        return rounds * (self.latency * math.log2(ranks) + sending)
+
+    def _sending(self, nbytes: float, *, within_node: bool) -> float:
+        return nbytes / ((self.intra if within_node else self.inter) * 1e9)

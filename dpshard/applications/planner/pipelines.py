@@ -9,7 +9,7 @@ from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.models import PRESETS, Transformer
 from dpshard.applications.planner.parallel import require_parts
 from dpshard.applications.planner.schedule import order_of, peak_of, walk
-from dpshard.applications.planner.simulation import Clipping, Setup, counting, fake_group
+from dpshard.applications.planner.simulation import Clipping, Setup, counting, fake_group, require_counts
 from dpshard.applications.planner.stage_simulation import (
     BACKWARD,
     FORWARD,
@@ -19,7 +19,6 @@ from dpshard.applications.planner.stage_simulation import (
     count_stage,
 )
 from dpshard.applications.planner.timeline import update_bytes
-from dpshard.config import is_count
 from dpshard.errors import ConfigurationError
 
 PIPELINE_CLIPPINGS = (Clipping("all-layer"), Clipping("block-wise"), Clipping("layer-wise"))
@@ -152,30 +151,23 @@ def make_pipeline_plan(
     of_stage = replace(shape, layers=shape.layers // pp)
     ends = [(True, False), *([(False, False)] if pp > 2 else []), (False, True)] if pp > 1 else [(True, True)]
     found: dict[Clipping | None, list[StageCounts]] = {clipping: [] for clipping in (None, *clippings)}
-    elements: list[int] = []
-    shards: list[int] = []
-    sent = 0
+    stages: list[StageSimulation] = []
     with fake_group(setup.tp) if setup.tp > 1 else counting():
         for first, last in ends:
             copies = 1 if first or last else pp - 2
             simulation = StageSimulation(setup, of_stage, first=first, last=last)
-            elements += [simulation.elements] * copies
-            shards += [simulation.shard_elements] * copies
-            for clipping, stages in found.items():
+            stages += [simulation] * copies
+            for clipping, counts in found.items():
                 report(f"{'first' if first else 'last' if last else 'middle'} stage, {_style(clipping)}")
-                stages += [count_stage(simulation, clipping, micro_batch)] * copies
-            if last and not first:
-                sent = simulation.buffers
-    estimates = tuple(PipelineEstimate(clipping, tuple(stages)) for clipping, stages in found.items())
-    return PipelinePlan(
-        setup, micro_batch, tuple(elements), tuple(shards), setup.seq or shape.seq, sent=sent, estimates=estimates
-    )
+                counts += [count_stage(simulation, clipping, micro_batch)] * copies
+    elements, shards = zip(*((stage.elements, stage.shard_elements) for stage in stages), strict=True)
+    sent = stages[-1].buffers if pp > 1 else 0
+    estimates = tuple(PipelineEstimate(clipping, tuple(counts)) for clipping, counts in found.items())
+    return PipelinePlan(setup, micro_batch, elements, shards, setup.seq or shape.seq, sent, estimates)
 
 
 def _shape(setup: Setup, pp: int, micro_batch: int, clippings: Sequence[Clipping]) -> Transformer:
-    for name, value in (("pp", pp), ("micro_batch", micro_batch), ("micro_batches", setup.micro_batches)):
-        if not is_count(value):
-            raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
+    require_counts(pp=pp, micro_batch=micro_batch, micro_batches=setup.micro_batches)
     if pp < 2 and clippings:
         raise ConfigurationError(f"pp={pp}: a pipeline has at least 2 stages. One is planned without clippings alone.")
     if setup.cp > 1:

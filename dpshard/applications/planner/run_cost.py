@@ -63,6 +63,21 @@ def run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware, micro
     return RunCost(micro_batch, rounds, 1 - run.batch_size / (rounds * per_round), seconds, hours)
 
 
+@dataclass(frozen=True, slots=True)
+class RunCosts:
+    """What a whole run costs."""
+
+    run: Run
+    noise_multiplier: float
+    epsilon: float
+    by_label: dict[str, RunCost | None]
+
+
+def run_costs(plan: Plan, run: Run, hardware: Hardware) -> RunCosts:
+    """Return the costs of a run."""
+    return RunCosts(run, *run.guarantee(), {e.label: best_run_cost(plan, e, run, hardware) for e in plan.estimates})
+
+
 def best_run_cost(plan: Plan, estimate: Estimate, run: Run, hardware: Hardware) -> RunCost | None:
     """Return the least cost, or None."""
     largest = plan.micro_batch if estimate.largest_micro_batch is None else estimate.largest_micro_batch

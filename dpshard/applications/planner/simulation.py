@@ -28,7 +28,7 @@ from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import FakeModel, Transformer, build
 from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes, replaced
 from dpshard.clipping.tape import Tape, Use
-from dpshard.config import parse_clipping_mode
+from dpshard.config import is_count, parse_clipping_mode
 from dpshard.engine import PrivacyEngine
 from dpshard.errors import ConfigurationError
 from dpshard.interception.batch_dims import Layout
@@ -115,6 +115,13 @@ def counting() -> Iterator[None]:
             yield
     finally:
         gc.unfreeze()
+
+
+def require_counts(**counts: object) -> None:
+    """Raise ConfigurationError unless all are positive ints."""
+    for name, value in counts.items():
+        if not is_count(value):
+            raise ConfigurationError(f"{name}={value!r}: give a count, at least 1.")
 
 
 def _require_mesh(setup: Setup) -> None:
@@ -224,7 +231,7 @@ class Simulation:
                 noise_multiplier=0.0,
                 target_delta=1e-12,
                 accountant="rdp",
-                clipping_style=clipping.style,  # type: ignore[arg-type]
+                clipping_style=clipping.style,
                 clipping_mode=clipping.mode,
                 verify=False,
                 **self._told,
@@ -253,7 +260,7 @@ class Simulation:
     def _micro_batches(self) -> Iterator[None]:
         for i in range(self.setup.micro_batches):
             held = isinstance(self.model, DistributedDataParallel) and i < self.setup.micro_batches - 1
-            with self.model.no_sync() if held else nullcontext():
+            with self.model.no_sync() if held else nullcontext():  # type: ignore[operator]
                 yield
 
     def _step(self, logical_batch: Iterable[Any], micro_batch: int) -> None:

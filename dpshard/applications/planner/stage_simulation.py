@@ -62,39 +62,28 @@ class StageCounts:
 
     def waits(self, phase: str, hardware: Hardware) -> float:
         """Return the seconds of collectives."""
-        return sum(
-            hardware.collective_seconds(e.kind, e.nbytes, e.ranks, within_node=e.within_node)
-            for e in self.collectives.get(phase, ())
-        )
+        return sum(event.seconds(hardware) for event in self.collectives.get(phase, ()))
 
 
 def count_stage(simulation: StageSimulation, clipping: Clipping | None, micro_batch: int) -> StageCounts:
     """Return the costs of a part."""
     counts = simulation.count(clipping, micro_batch)
-    total = [sum(parts) for parts in counts.ends]
-    place = {phase: [i for i, e in enumerate(counts.events) if e.phase == phase] for phase in (FORWARD, BACKWARD, SUMS)}
+    place = {
+        phase: [i for i, event in enumerate(counts.events) if event.phase == phase]
+        for phase in (FORWARD, BACKWARD, SUMS, UPDATE)
+    }
     flops = {phase: sum(counts.events[i].flops for i in some) for phase, some in place.items()}
     # A phase ends with a mark of the memory that the next one finds.
-    before, between, after = total[place[FORWARD][0] - 1], total[place[FORWARD][-1]], total[place[BACKWARD][-1]]
-    kept = after - before if place[SUMS] else 0
-    buffers = simulation.buffers
-    base = buffers + kept
+    marks = place[FORWARD][0] - 1, place[FORWARD][-1], place[BACKWARD][-1]
+    before, between, after = (sum(counts.ends[i]) for i in marks)
+    kept, buffers = after - before if place[SUMS] else 0, simulation.buffers
     peaks = {}
-    for phase in (FORWARD, BACKWARD, SUMS, UPDATE):
-        most = [sum(p) for p, e in zip(counts.peaks, counts.events, strict=True) if e.phase == phase]
-        peaks[phase] = max(most) - (buffers if phase == UPDATE else base) if most else 0
-    return StageCounts(
-        forward=flops[FORWARD],
-        backward=flops[BACKWARD],
-        sums=flops[SUMS] // 2,
-        held=between - before,
-        kept=kept,
-        buffers=buffers,
-        peaks=peaks,
-        collectives={
-            phase: tuple(e for e in counts.events if e.waits and e.phase == phase) for phase in (FORWARD, BACKWARD)
-        },
-    )
+    for phase, some in place.items():
+        others = buffers if phase == UPDATE else buffers + kept
+        peaks[phase] = max((sum(counts.peaks[i]) - others for i in some), default=0)
+    waits = {phase: tuple(e for e in counts.events if e.waits and e.phase == phase) for phase in (FORWARD, BACKWARD)}
+    held, sums = between - before, flops[SUMS] // 2
+    return StageCounts(flops[FORWARD], flops[BACKWARD], sums, held, kept, buffers, peaks, waits)
 
 
 class Stage(GPT):

@@ -30,6 +30,10 @@ class Event:
     within_node: bool = True
     waits: bool = False
 
+    def seconds(self, hardware: Hardware) -> float:
+        """Return the time of a collective."""
+        return hardware.collective_seconds(self.kind, self.nbytes, self.ranks, within_node=self.within_node)
+
 
 @dataclass(frozen=True, slots=True)
 class Times:
@@ -60,7 +64,7 @@ def replay(events: Iterable[Event], hardware: Hardware, precision: str, *, updat
         if event.kind == "use":
             now = used = max(now, gathers.pop(0)) if gathers else now
         elif event.kind:
-            seconds = hardware.collective_seconds(event.kind, event.nbytes, event.ranks, within_node=event.within_node)
+            seconds = event.seconds(hardware)
             ahead = event.kind == "all-gather" and not event.waits
             end = max(free[event.within_node], used if ahead else now) + seconds
             free[event.within_node], busy[event.within_node] = end, busy[event.within_node] + seconds
