@@ -256,7 +256,7 @@ def require_delta(target_delta: float, sample_size: int) -> None:
     require_probability("target_delta", target_delta)
     if target_delta >= 1 / sample_size:
         warnings.warn(
-            f"target_delta={target_delta:g} is at least 1/N = {1 / sample_size:g}: at such a delta a mechanism that "
+            f"target_delta={target_delta!r} is at least 1/N = {1 / sample_size:g}: at such a delta a mechanism that "
             f"publishes one random sample in the clear counts as private. Choose a delta well below 1/N.",
             stacklevel=3,
         )

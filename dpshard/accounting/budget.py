@@ -13,7 +13,7 @@ from dpshard.accounting.calibration import calibrate
 from dpshard.accounting.history import History
 from dpshard.accounting.ledger import PrivacyLedger
 from dpshard.accounting.mechanism import Mechanism
-from dpshard.accounting.releases import Release, rounded_up
+from dpshard.accounting.releases import Release, in_figures, rounded_up
 from dpshard.config import is_number, require_delta
 from dpshard.errors import BudgetExceededError, ConfigurationError
 
@@ -124,7 +124,7 @@ class Budget:
         ):
             return release
         message = (
-            f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={delta:g}: "
+            f"Step {step + 1} would spend more than target_epsilon={target:g} at delta={in_figures(delta)}: "
             f"{self.ledger.releases} releases have spent {rounded_up(self.ledger.epsilon(delta))} (planned: "
             f"{mechanism.schedule.steps} steps)."
         )

@@ -5,13 +5,15 @@ Failure mode 24: all of this file.
 
 import json
 from collections import Counter
+from dataclasses import replace
 from random import Random
 
 import pytest
 
 from dpshard.accounting.budget import Budget
 from dpshard.accounting.mechanism import Mechanism
-from dpshard.config import BatchSchedule
+from dpshard.config import BatchSchedule, require_delta
+from dpshard.errors import BudgetExceededError
 
 MECHANISM = Mechanism(
     noise_multiplier=1.0,
@@ -154,3 +156,13 @@ def test_lost_releases_of_a_script_that_feeds_its_batches_may_be_of_others(fed, 
     budget.spend(b"0", unverified_sampling=fed)
     budget.count_released([(1, b"1"), (1, b"2")])
     assert budget.ledger._cost.total() == releases
+
+
+def test_an_error_shows_no_smaller_delta_than_it_is_about():
+    """1 / 2200 to 6 figures is 0.000454545, which is less."""
+    delta = 1 / 2200
+    budget = Budget(replace(MECHANISM, target_delta=delta, target_epsilon=0.01), allow_overspend=False)
+    with pytest.raises(BudgetExceededError, match=f"target_epsilon=0.01 at delta={delta!r}: "):
+        budget.spend(b"", unverified_sampling=False)
+    with pytest.warns(UserWarning, match=f"target_delta={delta!r} is at least 1/N"):
+        require_delta(delta, 2200)

@@ -84,6 +84,12 @@ def test_flops_of_an_ordinary_step_are_those_of_its_products() -> None:
     assert counts.flops == matrix_flops(B * T, matrices=blocks + head) + attention
 
 
+@pytest.mark.parametrize("shard", ["ddp", "fsdp2"])
+def test_sgd_keeps_no_states(shard: Any) -> None:
+    with simulated(replace(SETUP, shard=shard, optimizer="sgd")) as simulation:
+        assert simulation.count(None, 1).parts()[OPTIMIZER] == 0
+
+
 @pytest.mark.parametrize("style", ["all-layer", "layer-wise"])
 def test_flops_of_clipping_are_those_of_ghost_norms(style: str) -> None:
     """Ordinary training plus Gram products, 2 T^2 (D + P) per sample and linear layer, and weighted sums."""

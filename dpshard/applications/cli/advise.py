@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from dpshard.accounting import rounded_up
+from dpshard.accounting.releases import in_figures
 from dpshard.applications.cli import console, plots
 from dpshard.applications.cli.options import described
 from dpshard.applications.cli.run_folder import write_json
@@ -68,7 +69,7 @@ def command(
 def _print(advice: Advice) -> None:
     console.out.print(
         f"[bold]{advice.task}[/], N = {advice.sample_size:,} training samples, ε = {advice.target_epsilon:g}, "
-        f"δ = {advice.target_delta:g}"
+        f"δ = {in_figures(advice.target_delta)}"
     )
     start = _table("Start", "")
     start.add_column("")

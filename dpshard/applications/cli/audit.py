@@ -186,6 +186,7 @@ class Attack(NamedTuple):
 def attacks(figures: Mapping[str, Any]) -> list[Attack]:
     """Return the attacks of audit.json."""
     from dpshard.accounting import rounded_up
+    from dpshard.accounting.releases import in_figures
 
     found = []
     for key, name in NAMES.items():
@@ -205,7 +206,7 @@ def attacks(figures: Mapping[str, Any]) -> list[Attack]:
                 f"{math.floor(result['lower_bound'] * 1e4) / 1e4:.4f}",  # a lower bound is rounded down
                 rounded_up(math.inf if result["accounted"] is None else result["accounted"]),
                 f"{result['confidence']:g}",
-                f"{result['delta']:g}",
+                in_figures(result["delta"]),
                 bool(result["refuted"]),
             )
         )

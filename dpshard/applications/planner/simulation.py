@@ -169,9 +169,9 @@ class Simulation:
                     self._told = {"model_parallel_group": group, "model_parallel_parts": {"*": "sum"}}
             self.model = self._shard(self.subject, ranks)
             parameters = [p for p in self.model.parameters() if p.requires_grad]
-            # It reads no values.
-            kind = torch.optim.AdamW if setup.optimizer == "adamw" else torch.optim.SGD
-            self.optimizer = kind(parameters, lr=1e-3, fused=True)
+            # They read no values. DTensors have no fused SGD.
+            make = partial(torch.optim.AdamW, fused=True) if setup.optimizer == "adamw" else torch.optim.SGD
+            self.optimizer = make(parameters, lr=1e-3)
             meter.label(self.model.parameters(), PARAMETERS)
             self.shard_elements = sum(getattr(p, "_local_tensor", p).numel() for p in self.model.parameters())
             _, targets = self.subject.inputs(1)
