@@ -79,7 +79,7 @@ def _sent(ordinary: Estimate, estimate: Estimate) -> tuple[str, Estimate]:
 
 
 def _grouped(said: Iterable[tuple[str, Estimate]]) -> list[str]:
-    """Return each sentence once, with the estimates of which it is true."""
+    """Return each sentence once, with the labels of its estimates."""
     labels: dict[str, list[str]] = {}
     for text, estimate in said:
         labels.setdefault(text, []).append(estimate.label)
