@@ -171,7 +171,9 @@ def _row_count(module: nn.Module, leaves: Sequence[Any], plan: MicroBatchPlan | 
         )
     if B == 0:
         raise BatchLayoutError(
-            f"{type(module).__name__} was called with an empty batch. Skip it, or let engine.batches(...) pad it."
+            f"{type(module).__name__} was called with an empty batch. An empty logical batch is a step like any "
+            f"other: a skipped one shows that no sample was drawn. Feed one row with a loss weight of 0, or let "
+            f"engine.batches(...) pad it. Skip a micro-batch only if its step has others."
         )
     if B % rows_per_unit:
         raise BatchLayoutError(
