@@ -19,6 +19,7 @@ from dpshard.sampling.plans import (
     plan_steps,
     require_feed,
 )
+from dpshard.sampling.repeats import warn_of_repeats
 from dpshard.sampling.samplers import sampler_of
 from dpshard.sampling.streams import Stream, fingerprints
 
@@ -46,4 +47,5 @@ __all__ = [
     "require_feed",
     "require_packing",
     "sampler_of",
+    "warn_of_repeats",
 ]

@@ -31,6 +31,7 @@ from dpshard.sampling import (
     plan_micro_batches,
     plan_steps,
     sampler_of,
+    warn_of_repeats,
 )
 from dpshard.step.refusals import refuse_own_loop
 
@@ -69,6 +70,7 @@ class SamplesOfRun:
                 raise DataError("packing= reads any document by its index, but a stream has one order. Leave it out.")
             return self._stream(dataset, begin, micro_batch_size, pad=pad, **reading)
         mechanism = self._mechanism
+        warn_of_repeats(dataset)
         facts = {"sample_size": mechanism.sample_size, "rows_per_unit": mechanism.rows_per_unit}
         plans = self._plans(begin, micro_batch_size, pad=pad, pack=packer(dataset, packing))
         return load(dataset, plans, packed=packing is not None, **facts, **reading)
