@@ -27,6 +27,7 @@ from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, MicroBatch
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
+from dpshard.step.spread import Spread, spreads
 
 
 class Collector:
@@ -151,11 +152,13 @@ class Collector:
         if micro is None:
             self._require_own_loop(module)
             tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
+            self._watched += spreads(packed, is_padding_B)
             self._own = [*(earlier for earlier in self._own if earlier.unfinished), tape]
         else:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
+                self._watched += spreads(packed, is_padding_B)
                 if self._stages is not None:  # other stages may have dropout
                     self._stages.note(micro.plan)
                 elif micro.rows is not None and micro.rows.copies is not None:
@@ -213,9 +216,9 @@ class Collector:
             self.metrics.observe(group, norm_B, is_padding_B)
         if is_padding_B is not None and self.batch is not None:
             self._silence.observe(group, norm_B, is_padding_B)
-        for padding_B, copies in self._watched:
+        for padding_B, watch in self._watched:
             if padding_B is is_padding_B:
-                copies.observe(group, norm_B)
+                watch.observe(group, norm_B)
 
     # --- one logical batch after another
 
@@ -284,6 +287,8 @@ class Collector:
         (broken, *doubts), sums = self._backend.complete_sums(bool(unfinished), self._own_doubts(), digest)
         if broken:
             self._refuse(unfinished)
+        if self.batch is None and any(doubts):
+            self._begin_anew()  # all rows must come again
         Doubts.refuse(doubts)
         self.clipper.abort()
         return sums
@@ -310,8 +315,8 @@ class Collector:
         raise LogicalBatchError(message)
 
     def _own_doubts(self) -> Tensor:
-        for _, copies in self._watched:
-            copies.end(self._doubts, self.clipper.function)
+        for _, watch in self._watched:
+            watch.end(self._doubts, self.clipper.function)
         self._silence.end(self._doubts)
         offload = self.clipper.offload
         if offload is not None and (differs := offload.take_differing()) is not None:
@@ -325,7 +330,7 @@ class Collector:
             self.clipper.offload.take_differing()  # of earlier sums
         if self._stages is not None:
             self._stages.begin()
-        self._watched: list[tuple[Tensor, Copies]] = []  # padded micro-batches, by mask
+        self._watched: list[tuple[Tensor, Copies | Spread]] = []  # padded or packed micro-batches, by mask
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:

@@ -67,6 +67,12 @@ class Doubt(Enum):
         "module are at fault, or code that writes to activations in backward. Please report it with the output of "
         "`dpshard doctor`, and train without offload_records."
     )
+    SPREAD = (
+        "Several units of one packed row have no finite gradient. Attention multiplies the values of other units by 0, "
+        "and 0 * inf is NaN. So one unit whose activations overflow takes the gradients of its neighbours away, and "
+        "would count for all of them. Find the overflow (half precision, an unbounded activation). Or train without "
+        "packing, where such a sample only loses its own gradient."
+    )
     SILENT = (
         "No sample of one micro-batch has a gradient, but all samples of others have one, also in earlier steps. "
         "So a loss was switched off, clamped or repaired for the whole micro-batch (0 * loss, loss.clamp(max=...), "
