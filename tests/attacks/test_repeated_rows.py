@@ -77,6 +77,20 @@ def test_distinct_rows_are_not_told(case):
         warn_of_repeats(HONEST[case]())
 
 
+@pytest.mark.parametrize("repeats", [True, False])
+def test_rows_of_hugging_face_that_are_chosen_twice_are_told(repeats):
+    datasets = pytest.importorskip("datasets")
+    rare, common = (datasets.Dataset.from_dict({"x": list(range(n))}) for n in (2, 6))
+    how = {"probabilities": [0.5, 0.5], "seed": 0}
+    how["stopping_strategy"] = "all_exhausted" if repeats else "first_exhausted"
+    both = datasets.interleave_datasets([rare, common], **how)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for data in (both, Subset(both, range(len(both))), common.shuffle(seed=0), common):
+            warn_of_repeats(data)
+    assert len(told) == 2 * repeats
+
+
 def test_the_engine_tells_and_what_the_row_then_counts():
     data = rows()
     engine = PrivacyEngine(build(), batch_size=4, sample_size=len(OFTEN), steps=1, noise_multiplier=1.0)

@@ -236,7 +236,7 @@ def test_an_empty_own_batch_is_refused():
     """Poisson sampling of a user's own may draw nothing."""
     model = mlp()
     engine_on(model, noise_multiplier=1.0)
-    with pytest.raises(BatchLayoutError, match="empty batch.*step like any other.*loss weight of 0"):
+    with pytest.raises(BatchLayoutError, match=r"empty batch.*step like any other.*loss weight of 0"):
         model(data()[0][:0])
 
 
