@@ -53,6 +53,7 @@ class Sharding(ABC):
         """Names by parameter, also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
         self._walk, self._outer_walk = KeptWalk(core), KeptWalk(outermost)
+        self._versions: dict[str, int] = {}  # of whole parameters, before the first gradient of a logical batch
         self._trained: list[bool] | None = None  # `requires_grad` of all parameters at the last passed check
         self.anchored: Mapping[str, Tensor] = self.parameters
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -142,6 +143,15 @@ class Sharding(ABC):
                 f"clipping_mode={clipping_mode!r} runs backward twice, but ZeRO-3 frees the parameters after the first "
                 f"pass. Choose a mode of one pass: 'auto', 'bk', 'bk-mixed-ghost', 'bk-mixed-opt', 'per-example'."
             )
+
+    def note_versions(self) -> None:
+        """Store torch's count of writes to each whole parameter."""
+        self._versions = {name: p._version for name, p in self.parameters.items() if type(p) is nn.Parameter}
+
+    def written(self) -> str | None:
+        """Return the name of a parameter that was written since `note_versions`, if any."""
+        versions = self._versions.items()
+        return next((name for name, version in versions if self.parameters[name]._version != version), None)
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""

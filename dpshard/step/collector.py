@@ -140,6 +140,10 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             refuse_later_group(self._processes)
             self._backend.sharding.refuse_changed_parameters()
+            self._backend.sharding.note_versions()
+        elif written := self._backend.sharding.written():
+            self._begin_anew()
+            raise LogicalBatchError(refusals.updated_early(written))
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
         micro, packed, owners, is_padding_B = self._micro, self.packed, None, None
@@ -197,10 +201,7 @@ class Collector:
 
     def _require_clean(self, sums: ClippedSums) -> None:
         if sums.handed_out:
-            raise LogicalBatchError(
-                "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be "
-                "counted. Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
-            )
+            raise LogicalBatchError(refusals.HANDED_OUT)
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
 
@@ -309,10 +310,9 @@ class Collector:
 
     def _refuse(self, unfinished: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:
         micro, why = unfinished[0][:2] if unfinished else (None, "on another rank")
-        message = refusals.not_whole(self.batch, micro, why)
         if self.batch is None:
             self._begin_anew()  # all rows must come again
-        raise LogicalBatchError(message)
+        raise LogicalBatchError(refusals.not_whole(self.batch, micro, why))
 
     def _own_doubts(self) -> Tensor:
         for _, watch in self._watched:

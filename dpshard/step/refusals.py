@@ -26,6 +26,10 @@ BETWEEN_BATCHES = (
     "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
     "model.eval().requires_grad_(False), and undo both afterwards."
 )
+HANDED_OUT = (
+    "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be counted. "
+    "Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
+)
 OWN_LOOP = (
     "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
     "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
@@ -116,6 +120,15 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
         f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
+    )
+
+
+def updated_early(name: str) -> str:
+    """Say why no parameter may change before the release."""
+    return (
+        f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
+        f"engine.privatize() first: this one used clipped sums without noise, so the weights are not private. Return "
+        f"to weights from before it. Other writes belong between a step and the next forward. Nothing was released."
     )
 
 

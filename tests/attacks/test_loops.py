@@ -247,6 +247,53 @@ def test_an_own_loop_counts_whole(own):
     assert is_refused(build, loop, TensorDataset(dataset().tensors[0], y), verify=False) is None
 
 
+@torch.no_grad()
+def update_by_hand(model):
+    for p in model.parameters():
+        p -= 0.1 * p.grad
+
+
+@pytest.mark.parametrize("zeroed", [True, False])
+def test_an_update_by_hand_without_noise_stops_the_loop(zeroed):
+    def loop(model, engine, optimizer, data):
+        x, y = (torch.stack([data[i][j] for i in range(len(data))]) for j in (0, 1))
+        for _ in range(3):
+            loss_of(model, x, y).backward()
+            update_by_hand(model)
+            if zeroed:
+                optimizer.zero_grad()
+
+    message = is_refused(build, loop, dataset(), verify=False)
+    assert message is not None
+    assert "engine.privatize() first" in message
+
+
+def test_an_update_by_hand_between_micro_batches_is_refused():
+    def work(model, x, y, _):
+        loss_of(model, x, y).backward()
+        update_by_hand(model)
+
+    message = is_refused(build, loop_over(work), dataset())
+    assert message is not None
+    assert "0.weight was written after backward()" in message
+
+
+def test_an_update_by_hand_after_the_noise_trains():
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, micro_batch_size=B):
+            for x, y in logical_batch:
+                loss_of(model, x, y).backward()
+            engine.privatize()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p -= p.grad
+                    p.clamp_(-100, 100)
+            optimizer.zero_grad()
+
+    assert is_refused(build, loop, dataset(), steps=3) is None
+    assert influence(build, loop, dataset(), left_out=[0, 8]) <= ALLOWED
+
+
 # --- honest look-alikes ---------------------------------------------------------------------------------------------
 
 
@@ -577,7 +624,7 @@ def test_sam_with_gradients_that_no_optimizer_was_given_is_refused():
         loss_of(model, x, y).backward()
         optimizer.second_step()
 
-    assert "thrown away" in (is_refused(build, loop, dataset(), verify=False) or "")
+    assert "engine.privatize() first" in (is_refused(build, loop, dataset(), verify=False) or "")
 
 
 def test_sam_in_two_steps_counts_two_releases():
