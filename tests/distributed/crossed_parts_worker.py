@@ -33,9 +33,9 @@ from dpshard.errors import DpshardError
 from dpshard.records import PerSampleGrad, Record
 from tests import seeds
 from tests.distributed.declared_parts_worker import Gathered
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.distributed.ring import ring
-from tests.distributed.tensor_parallel_worker import SECRET, D, H, Model, T, V, parallelize, whole
+from tests.distributed.tensor_parallel_worker import SECRET, D, H, Model, T, V, begun, parallelize, whole
 from tests.sums import taken_for_equal
 
 SAMPLES, STEPS = 24, 2
@@ -189,15 +189,21 @@ FAULTS: dict[str, tuple[str, Any]] = {
 }
 
 
+@alone
+def train_alone(style: str, mode: str) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it begins and ends with."""
+    model = begun(set())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    figures = train(model, style, mode, set())
+    return {**figures, "before": before, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     wrapper, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    torch.manual_seed(0)
-    alone, parted = Model().double(), Model().double()
-    parted.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    parted = begun(set())
     parted.checkpointed = "checkpoint" in options
     model, mesh = distribute(parted, wrapper, options)
     planted = next(
@@ -211,9 +217,8 @@ def compare(case: str) -> dict[str, Any]:
                 found = train(model, style, mode, options, mesh)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, style, mode, set())
-    trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, whole(model)
+    expected = train_alone(style, mode)
+    before, trained, parameters = expected["before"], expected["trained"], whole(model)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
         "error": max(float((parameters[n] - p).norm() / change) for n, p in trained.items()),

@@ -33,7 +33,7 @@ from dpshard import Checkpointer, PrivacyEngine
 from dpshard.backends.model_parts import ModelParts
 from dpshard.errors import DpshardError
 from tests import seeds
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.distributed.ring import ring
 from tests.sums import taken_for_equal
 
@@ -224,17 +224,29 @@ def joined(model: nn.Module, kind: str, group: Any) -> dict[str, Tensor]:
     return found
 
 
+@alone
+def train_alone(kind: str, style: str, mode: str) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it begins and ends with."""
+    model = begun(kind)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    figures = train(model, kind, style, mode, set())
+    return {**figures, "before": before, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def begun(kind: str) -> Model:
+    torch.manual_seed(0)
+    model = Model().double()
+    for block in model.blocks:
+        block.causal = kind == "ring"  # pyright: ignore
+    return model
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     kind, wrapper, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    torch.manual_seed(0)
-    alone, parted = Model().double(), Model().double()
-    parted.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
-    for block in (*alone.blocks, *parted.blocks):
-        block.causal = kind == "ring"  # pyright: ignore
+    parted = begun(kind)
     world = dist.get_world_size()
     shape, names = (1, world) if wrapper == "alone" else (world // 2, 2), ("data", "model")
     if wrapper in ("hsdp", "hflat"):
@@ -266,9 +278,8 @@ def compare(case: str) -> dict[str, Any]:
                 found = train(model, kind, style, mode, options, group)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, kind, style, mode, set())
-    trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, joined(model, kind, group)
+    expected = train_alone(kind, style, mode)
+    before, trained, parameters = expected["before"], expected["trained"], joined(model, kind, group)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
         "error": max(float((parameters[n] - p).norm() / change) for n, p in trained.items()),

@@ -32,7 +32,7 @@ from dpshard import PrivacyEngine
 from dpshard.errors import DpshardError
 from tests import seeds
 from tests.distributed.declared_parts_worker import Gathered, Into, OutOf
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.sums import taken_for_equal
 
 T, D, E, K = 4, 4, 4, 2
@@ -227,15 +227,26 @@ def joined(model: Model, group: Any) -> dict[str, Tensor]:
     return found
 
 
+@alone
+def train_alone(kind: str, style: str, mode: str) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it begins and ends with."""
+    model = begun()
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    figures = train(model, kind, style, mode, set())
+    return {**figures, "before": before, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def begun() -> Model:
+    torch.manual_seed(0)
+    return Model().double()
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     kind, style, mode = case.split(":")
     mode, *given = mode.split("+")
     chosen = set(given)
-    torch.manual_seed(0)
-    alone, parted = Model().double(), Model().double()
-    parted.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    parted = begun()
     group = dist.group.WORLD
     cut(parted, kind, group, chosen)
     model: nn.Module = parted
@@ -253,9 +264,8 @@ def compare(case: str) -> dict[str, Any]:
             found = train(model, kind, style, mode, chosen, group)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, kind, style, mode, set())
-    trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, joined(parted, group)
+    expected = train_alone(kind, style, mode)
+    before, trained, parameters = expected["before"], expected["trained"], joined(parted, group)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
         "error": max(float((parameters[n] - p).norm() / change) for n, p in trained.items()),

@@ -43,7 +43,7 @@ from dpshard.sampling import PoissonSampler
 from dpshard.sampling.plans import plan_micro_batches
 from dpshard.step.noise_of_run import NoiseOfRun
 from tests import seeds
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.sums import taken_for_equal
 
 D, H, PARTS, ROWS = 4, 6, 4, 2
@@ -347,6 +347,34 @@ def error_of(model: nn.Module, trained: dict[str, Tensor], change: float) -> flo
     return max(float((whole(p) - trained[name]).norm() / change) for name, p in model.named_parameters())
 
 
+@alone
+def train_alone(stages: int, style: str, mode: str, chosen: frozenset[str]) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it ends with."""
+    options = set(chosen)
+    model = begun(stages, options)
+    figures = train(model, engine_for(model, style, mode, options), options)
+    return {"figures": figures, "trained": values_of(model)}
+
+
+def begun(stages: int, options: set[str]) -> Model:
+    torch.manual_seed(0)
+    return Model(2 * stages, options).to(torch.float32 if "float32" in options else torch.float64)
+
+
+def train_apart(reference: Model, style: str, mode: str, options: set[str]) -> dict[str, Any]:
+    """The same by each rank for itself, rounded as FSDP does it."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("apart", "dp"))
+    shard(reference, options, mesh)
+    with taken_for_equal():
+        engine = engine_for(reference, style, mode, options, model_parallel_group=mesh["dp"].get_group())
+        figures = train(reference, engine, options)
+    return {"figures": figures, "trained": values_of(reference)}
+
+
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p) for name, p in model.named_parameters()}
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     kind, style, mode = case.split(":")
@@ -357,11 +385,8 @@ def compare(case: str) -> dict[str, Any]:
         "cpu", (1, replicas, dist.get_world_size() // replicas), mesh_dim_names=("nodes", "dp", "pp")
     )
     rank, size = mesh["pp"].get_local_rank(), mesh["pp"].size()
-    torch.manual_seed(0)
-    dtype = torch.float32 if "float32" in options else torch.float64
-    alone, model = Model(2 * size, options).to(dtype), Model(2 * size, options).to(dtype)
-    model.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    reference, model = begun(size, options), begun(size, options)
+    before = {name: p.detach().clone() for name, p in reference.named_parameters()}
     cut(model, rank, size)
     loss_fn = partial(loss_of, sums="sums" in options)
     with ExitStack() as undo:
@@ -381,7 +406,7 @@ def compare(case: str) -> dict[str, Any]:
             state, halfway = None, {}
             if "resumed" in options:
                 train(model, engine, options, schedule, steps=1)
-                state, halfway = engine.state_dict(), {name: whole(p) for name, p in model.named_parameters()}
+                state, halfway = engine.state_dict(), values_of(model)
                 engine.detach()
                 engine = engine_for(given, style, mode, options, **told)
                 engine.load_state_dict(state)
@@ -392,21 +417,14 @@ def compare(case: str) -> dict[str, Any]:
                 print(found["refused"], flush=True)
                 os._exit(1)
             return found
-    with taken_for_equal(), ExitStack() as undo:
-        told = {}
-        if "bfloat16" in options:  # rounded as FSDP does it
-            mesh = init_device_mesh("cpu", (dist.get_world_size(), 1), mesh_dim_names=("apart", "dp"))
-            shard(alone, options, mesh)
-            told = {"model_parallel_group": mesh["dp"].get_group()}
-        else:
-            undo.enter_context(mock.patch("torch.distributed.is_initialized", return_value=False))
-        engine_alone = engine_for(alone, style, mode, options, **told)
-        expected = train(alone, engine_alone, options)
+    if "bfloat16" in options:
+        result = train_apart(reference, style, mode, options)
+    else:
+        result = train_alone(size, style, mode, frozenset(options - {"verified"}))
+    expected, trained = result["figures"], result["trained"]
     if "by-hand" in options:
-        engine_alone.detach()
-        alone.load_state_dict(before)
-        train_by_hand(alone, engine)
-    trained = {n: whole(p) for n, p in alone.named_parameters()}
+        train_by_hand(reference, engine)
+        trained = values_of(reference)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     errors = [error_of(model, trained, change)]
     if state is not None:  # the other half of the run on one process

@@ -6,9 +6,15 @@ import sys
 import warnings
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from functools import cache, wraps
+from typing import Any, TypeVar
+from unittest import mock
 
 import torch.distributed as dist
+
+from tests.sums import taken_for_equal
+
+R = TypeVar("R")
 
 
 def main(work: Callable[[], Any]) -> None:
@@ -23,3 +29,23 @@ def main(work: Callable[[], Any]) -> None:
     dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)  # gloo's threads may outlive the group, and abort an orderly exit
+
+
+def alone(train: Callable[..., R]) -> Callable[..., R]:
+    """`train` as in one process: rank 0 runs it, once for equal arguments, and tells the others what it returns.
+
+    All ranks must call it, and none may change what it returns.
+    """
+
+    @cache
+    def once(*arguments: Any) -> R:
+        with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
+            return train(*arguments)
+
+    @wraps(train)
+    def told(*arguments: Any) -> R:
+        found: list[Any] = [once(*arguments) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        return found[0]
+
+    return told

@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -47,7 +47,7 @@ from dpshard.clipping.uses import Use
 from dpshard.errors import DpshardError
 from dpshard.records import PerSampleGrad, Record
 from tests import seeds
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.sums import taken_for_equal
 
 V, D, H, T = 16, 8, 4, 8
@@ -280,17 +280,31 @@ def resumed(
             shutil.rmtree(shared[0])
 
 
+@alone
+def train_alone(style: str, mode: str, options: frozenset[str]) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it begins and ends with."""
+    model = begun(options)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    figures = train(model, style, mode, 7, set(options))
+    return {**figures, "before": before, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def begun(options: Set[str]) -> Model:
+    torch.manual_seed(0)
+    model = Model().double()
+    if "tied" in options:
+        model.head.weight = model.embedding.weight
+    return model
+
+
 def compare(case: str) -> dict[str, Any]:
     seeds.fix(case)
     backend, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    torch.manual_seed(0)
-    alone, parted = Model().double(), Model().double()
-    if options & {"tied", "retied"}:
-        alone.head.weight = alone.embedding.weight
-    parted.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
+    tied = {"tied"} if options & {"tied", "retied"} else set()
+    parted = Model().double()
+    parted.load_state_dict(begun(tied).state_dict())
     parted.checkpointed = "checkpoint" in options
     if "compiled" in options:
         parted.blocks[0].compile(backend="aot_eager")
@@ -303,9 +317,8 @@ def compare(case: str) -> dict[str, Any]:
                 found = train(distributed, style, mode, 4, options)
     except DpshardError as error:
         return {"refused": f"{type(error).__name__}: {error}"}
-    with mock.patch("torch.distributed.is_initialized", return_value=False), taken_for_equal():
-        expected = train(alone, style, mode, 7, options & {"tracked", *CORRELATED})
-    trained, parameters = {n: p.detach() for n, p in alone.named_parameters()}, whole(distributed)
+    expected = train_alone(style, mode, frozenset(options & {"tracked", *CORRELATED} | tied))
+    before, trained, parameters = expected["before"], expected["trained"], whole(distributed)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
         "copies": [float(p.sum()) for n, p in distributed.named_parameters() if n == "norm.weight"]

@@ -16,9 +16,8 @@ numbers in every block; hf, transformers' GPT-2, with its own gradient checkpoin
 
 import math
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -36,12 +35,14 @@ from torch.utils.data import TensorDataset
 from dpshard import PrivacyEngine, QuantileTracking
 from dpshard.names import canonical_name
 from tests import seeds
-from tests.distributed.rank import main
+from tests.distributed.rank import alone, main
 from tests.networks import every_second_product
 from tests.sums import taken_for_equal
 
 SECRET = bytes(range(32))
 SAMPLES, STEPS, PAD = 60, 3, 0
+SEEN_ALONE = {"hf", "complex", "lengths", "thawed", "tracked", "grid", "signsgd", "adafactor"}
+"""Options for both sides."""
 
 
 class Filter(nn.Module):
@@ -241,11 +242,19 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def train_alone(model: nn.Module, style: str, mode: str, options: set[str]) -> dict[str, Any]:
-    """Figures of the training in one process, and the parameters that it ends with."""
-    with mock.patch("torch.distributed.is_initialized", return_value=False):
-        figures = train(model, style, mode, 7, "none", options, verify=False)
-    return {**figures, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+@alone
+def train_alone(style: str, mode: str, options: frozenset[str]) -> dict[str, Any]:
+    """Figures of the training in one process, and the parameters that it begins and ends with."""
+    model = begun(options)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    figures = train(model, style, mode, 7, "none", set(options), verify=False)
+    return {**figures, "before": before, "trained": {name: p.detach() for name, p in model.named_parameters()}}
+
+
+def begun(options: Set[str]) -> Model | GPT2:
+    torch.manual_seed(0)
+    build = GPT2 if "hf" in options else filtering if "complex" in options else Model
+    return build().double()
 
 
 def compare(case: str) -> dict[str, object]:
@@ -255,17 +264,10 @@ def compare(case: str) -> dict[str, object]:
     backend, style, mode = case.split(":")
     mode, *chosen = mode.split("+")
     options = set(chosen)
-    torch.manual_seed(0)
-    build = GPT2 if "hf" in options else filtering if "complex" in options else Model
-    alone, sharded = build().double(), build().double()
-    sharded.load_state_dict(alone.state_dict())
-    before = {name: p.detach().clone() for name, p in alone.named_parameters()}
-    sharded = shard(prepare(sharded, options), backend)
+    sharded = shard(prepare(begun(options), options), backend)
     found = train(sharded, style, mode, 4, backend, options, verify="verified" in options)
-    alone_on_rank_0 = [train_alone(alone, style, mode, options) if dist.get_rank() == 0 else {}]
-    dist.broadcast_object_list(alone_on_rank_0)
-    expected = alone_on_rank_0[0]
-    parameters, trained = whole(sharded), expected["trained"]
+    expected = train_alone(style, mode, frozenset(options & SEEN_ALONE))
+    before, trained, parameters = expected["before"], expected["trained"], whole(sharded)
     change = math.hypot(*(float((p - before[n]).norm()) for n, p in trained.items()))
     return {
         "error": max(float((parameters[n] - p).norm() / change) for n, p in trained.items()),
