@@ -145,14 +145,14 @@ def bound_of(counts: Counts, delta: float, accountant: str, search: Search | Non
         raise ConfigurationError(f"search={search!r}: pass a Search(mean_runs), or None for a single run.")
     if search is not None:
         require_search(accountant)
-    runs = (counts,) if search is None else (counts, *search.others)
-    for release, steps in sum(runs, ()):
+    releases = counts if search is None else sum(search.others, counts)
+    for release, steps in releases:
         if steps != int(steps) or steps < 0:
             raise ConfigurationError(f"{steps!r} releases: a count is a whole number of at least 0.")
         require_supported(release, accountant)
-    if not any(runs):
+    if not releases:
         return Bound(0.0, accountant)
-    if any(release.noise_multiplier == 0 for release, _ in sum(runs, ())):
+    if any(release.noise_multiplier == 0 for release, _ in releases):
         return Bound(math.inf, accountant)
     if search is not None:
         return Bound(_mathematics().searched(counts, delta, search), accountant)

@@ -159,7 +159,7 @@ def _watched(parts: KnownParts | None, block: str) -> Iterator[None]:
         _refuse_pipeline(_callers())
     known = [] if parts is None or stage else [(axis.group, axis.mesh) for axis in parts.axes]
     rows_only = parts is not None and parts.of_samples
-    refuse = functools.partial(_refuse_mixing if rows_only else _refuse, block)
+    refuse = functools.partial(_refuse, block, _OF_EXPERTS if rows_only else "")
     with CollectiveMode(refuse, known, rows_only=rows_only):
         yield
 
@@ -182,7 +182,7 @@ def _callers() -> Iterator[str]:
         frame = frame.f_back
 
 
-def _refuse(block: str, namespace: str, operator: str, in_parts: bool) -> None:
+def _refuse(block: str, advice: str, namespace: str, operator: str, in_parts: bool) -> None:
     talks = namespace in _NAMESPACES and not operator.startswith(_SILENT) and not operator.endswith("barrier_")
     if not (talks or in_parts) or _is_of_a_framework():
         return
@@ -190,19 +190,15 @@ def _refuse(block: str, namespace: str, operator: str, in_parts: bool) -> None:
     raise ConfigurationError(
         f"The {block} of the model {what}, so ranks split samples, or mix samples of several ranks. "
         f"Undeclared {_KINDS} is not supported, nor are losses and statistics over all ranks. {_TODAY}. Reduce "
-        f"figures for the log outside of the {block}."
+        f"figures for the log outside of the {block}.{advice}"
     )
 
 
-def _refuse_mixing(block: str, namespace: str, operator: str, in_parts: bool) -> None:
-    try:
-        _refuse(block, namespace, operator, in_parts)
-    except ConfigurationError as error:
-        raise ConfigurationError(
-            f"{error} Experts' ranks, which have other samples, may send each other rows, by all_to_all_single of "
-            f"torch.distributed._functional_collectives. They may send whole numbers (the counts of these rows), which "
-            f"nothing adds up on the way."
-        ) from None
+_OF_EXPERTS = (
+    " Experts' ranks, which have other samples, may send each other rows, by all_to_all_single of "
+    "torch.distributed._functional_collectives. They may send whole numbers (the counts of these rows), which "
+    "nothing adds up on the way."
+)
 
 
 def _is_of_a_framework() -> bool:

@@ -146,11 +146,12 @@ def of_rows(dataset: Any, secret: bytes) -> str | None:
         return None
     digest = hmac.new(derive_key(secret, "facts", "data"), digestmod="sha256")
     if isinstance(dataset, ConcatDataset | KeyedUnits):
-        inner = dataset.datasets if isinstance(dataset, ConcatDataset) else [dataset.dataset]
-        parts = [of_rows(part, secret) for part in inner]
-        grouping = str(dataset.cumulative_sizes).encode() if isinstance(dataset, ConcatDataset) else dataset.grouping
-        digest.update(f"parts {parts}".encode() + grouping)
-        return digest.hexdigest() if grouping or any(parts) else None
+        joins = isinstance(dataset, ConcatDataset)
+        parts = [of_rows(part, secret) for part in (dataset.datasets if joins else [dataset.dataset])]
+        grouping = str(dataset.cumulative_sizes).encode() if joins else dataset.grouping
+        digest.update(f"parts {parts}".encode())
+        digest.update(grouping)
+        return digest.hexdigest() if len(grouping) or any(parts) else None
     words = RandomSource(derive_key(secret, "facts", "rows")).words(ROWS)
     rows, source = sorted({int(word) % len(dataset) for word in words}), dataset
     while (chosen := _chosen(source, rows)) is not None:

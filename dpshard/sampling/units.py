@@ -45,8 +45,8 @@ class KeyedUnits(Dataset):
     """Data set from which their rows are read."""
 
     @property
-    def grouping(self) -> bytes:
-        """Rows of `dataset` in each unit, as bytes; empty if unit i is item i."""
+    def grouping(self) -> bytes | memoryview:
+        """Rows of `dataset` in each unit; empty if unit i is item i."""
         return b""
 
     def draw(self, index: int, key: bytes) -> UnitRows:
@@ -88,9 +88,9 @@ class UnitDataset(KeyedUnits):
         return len(self.ids)
 
     @property
-    def grouping(self) -> bytes:
+    def grouping(self) -> memoryview:
         """Return the rows of unit 0, of unit 1, ..., and where each ends."""
-        return np.concatenate([self._rows, self._ends]).astype("<i8").tobytes()
+        return np.concatenate([self._rows, self._ends]).astype("<i8", copy=False).data
 
     def draw(self, index: int, key: bytes) -> UnitRows:
         """Return the rows of a unit. If it has more than K rows, `key` draws K of them."""
