@@ -5,5 +5,3 @@
 """
 
 from dpshard.checkpoint.engine_state import pack, require_released, unpack
-
-__all__ = ["pack", "require_released", "unpack"]

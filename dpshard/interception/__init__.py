@@ -7,43 +7,10 @@ from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.forward import Interception
 from dpshard.interception.held_objects import access_to, container
 from dpshard.interception.isolation import IsolatedForward
-from dpshard.interception.kinds import kind_of_object, kind_of_run, kind_of_value
+from dpshard.interception.kinds import kind_of_object, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, parts_of, same, walk, walk_through
 from dpshard.interception.packed import PackedRun, is_block_mask
 from dpshard.interception.placed import is_placed
 from dpshard.interception.replay import Replay
 from dpshard.interception.rows import Copies, Doubt, Doubts, OwnLoopRows, PartIdentity, RowIdentity, Together
 from dpshard.interception.run import Run, by_unit
-
-__all__ = [
-    "AS_DRAWN",
-    "HIGH",
-    "HOOKS",
-    "LOW",
-    "Copies",
-    "Doubt",
-    "Doubts",
-    "Draws",
-    "Interception",
-    "IsolatedForward",
-    "OwnLoopRows",
-    "PackedRun",
-    "PartIdentity",
-    "Replay",
-    "RowIdentity",
-    "Run",
-    "Together",
-    "access_to",
-    "by_unit",
-    "container",
-    "is_block_mask",
-    "is_own",
-    "is_placed",
-    "kind_of_object",
-    "kind_of_run",
-    "kind_of_value",
-    "parts_of",
-    "same",
-    "walk",
-    "walk_through",
-]

@@ -17,34 +17,3 @@ from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
 from dpshard.records.stacked import Stacked
 from dpshard.records.vocabulary import HeadRecord
-
-__all__ = [
-    "WIDE",
-    "Bundle",
-    "Convolution",
-    "EmbeddingRecord",
-    "HeadRecord",
-    "Offload",
-    "OuterProduct",
-    "OwnMemory",
-    "Owners",
-    "PerSampleGrad",
-    "Record",
-    "RoutedProduct",
-    "Small",
-    "Stacked",
-    "Waiting",
-    "accum_dtype",
-    "add_rows",
-    "as_complex",
-    "as_real",
-    "bundles",
-    "checksum",
-    "gram",
-    "is_small",
-    "measure",
-    "of_samples",
-    "pays_to_join",
-    "small_bytes",
-    "wide",
-]

@@ -4,35 +4,8 @@ Import new files below, so that `@rule` registers their rules. Not for users. Be
 May import `records` and below.
 """
 
-from dpshard.rules import (
-    composites,
-    conv,
-    derived,
-    elementwise,
-    embedding,
-    linear,
-    norm,
-    recurrent,
-    routed,
-    vectorized,
-    vocabulary,
-)
 from dpshard.rules.registry import COMPOSITES, ROUTED_RULES, RULES, rule
 
-__all__ = [
-    "COMPOSITES",
-    "ROUTED_RULES",
-    "RULES",
-    "composites",
-    "conv",
-    "derived",
-    "elementwise",
-    "embedding",
-    "linear",
-    "norm",
-    "recurrent",
-    "routed",
-    "rule",
-    "vectorized",
-    "vocabulary",
-]
+from . import composites, conv, derived, elementwise, embedding, linear, norm, recurrent, routed, vectorized, vocabulary
+
+__all__ = ["COMPOSITES", "ROUTED_RULES", "RULES", "rule"]

@@ -3,7 +3,6 @@
 May import `randomness` and below. Begin with `plans.py`.
 """
 
-from dpshard.sampling.allocation import AllocationSampler
 from dpshard.sampling.loading import load, load_stream, require_dataset
 from dpshard.sampling.orders import CyclicPoissonSampler, FixedOrderSampler
 from dpshard.sampling.packed_tokens import PackedTokens
@@ -22,30 +21,3 @@ from dpshard.sampling.plans import (
 from dpshard.sampling.repeats import warn_of_repeats
 from dpshard.sampling.samplers import sampler_of
 from dpshard.sampling.streams import Stream, fingerprints
-
-__all__ = [
-    "AllocationSampler",
-    "CyclicPoissonSampler",
-    "FixedOrderSampler",
-    "MicroBatchPlan",
-    "PackedTokens",
-    "Packing",
-    "Participation",
-    "PoissonSampler",
-    "Sampler",
-    "Stream",
-    "default_cap",
-    "fingerprints",
-    "load",
-    "load_stream",
-    "packed_tokens",
-    "packer",
-    "parse_cap",
-    "plan_micro_batches",
-    "plan_steps",
-    "require_dataset",
-    "require_feed",
-    "require_packing",
-    "sampler_of",
-    "warn_of_repeats",
-]

@@ -6,5 +6,3 @@ Begin with `verifier.py`. May import `interception` and below. Users call `engin
 from dpshard.verification.collation import verified_collation
 from dpshard.verification.packed import loss_on
 from dpshard.verification.verifier import Verifier
-
-__all__ = ["Verifier", "loss_on", "verified_collation"]

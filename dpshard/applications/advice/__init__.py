@@ -1,5 +1,3 @@
 """Where to start a private run; imports no torch."""
 
 from dpshard.applications.advice.advice import Advice, advise
-
-__all__ = ["Advice", "advise"]

@@ -4,8 +4,3 @@ from dpshard.applications.benchmark.comparison import Comparison, Measured, comp
 from dpshard.applications.benchmark.subject import Subject, load
 from dpshard.applications.benchmark.timing import Spread, interleave, paired_ratio
 from dpshard.applications.benchmark.training import Batch, NonPrivate, Privacy, Private
-
-__all__ = [
-    "Batch", "Comparison", "Measured", "NonPrivate", "Privacy", "Private", "Spread", "Subject",
-    "compare", "interleave", "load", "paired_ratio",
-]  # fmt: skip

@@ -5,17 +5,3 @@ from dpshard.applications.tabular.encoding import Encoder, fit_privately
 from dpshard.applications.tabular.networks import make_network
 from dpshard.applications.tabular.objectives import Classes, Numbers, Objective
 from dpshard.applications.tabular.statistics import balanced, noise_for, private_statistics
-
-__all__ = [
-    "Classes",
-    "Column",
-    "Encoder",
-    "Numbers",
-    "Objective",
-    "balanced",
-    "fit_privately",
-    "make_network",
-    "noise_for",
-    "parse_columns",
-    "private_statistics",
-]

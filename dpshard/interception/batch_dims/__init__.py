@@ -8,5 +8,3 @@ run, their arguments are outputs of calls in both runs, or routed rows.
 
 from dpshard.interception.batch_dims.axes import PASS_THROUGH, CallKey, CallLayout, Layout, call_key, merge, rows_key
 from dpshard.interception.batch_dims.probe import find_layout
-
-__all__ = ["PASS_THROUGH", "CallKey", "CallLayout", "Layout", "call_key", "find_layout", "merge", "rows_key"]

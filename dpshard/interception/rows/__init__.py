@@ -5,5 +5,3 @@ from dpshard.interception.rows.doubts import Doubt, Doubts
 from dpshard.interception.rows.identity import RowIdentity
 from dpshard.interception.rows.own_loop import OwnLoopRows
 from dpshard.interception.rows.padding import Copies
-
-__all__ = ["Copies", "Doubt", "Doubts", "OwnLoopRows", "PartIdentity", "RowIdentity", "Together"]

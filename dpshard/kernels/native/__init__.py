@@ -25,25 +25,3 @@ from dpshard.kernels.native.library import is_built
 from dpshard.kernels.native.normalization import normalization_gradients, supports_normalization
 from dpshard.kernels.native.normals import Pieces, box_muller, release_, release_pieces_
 from dpshard.kernels.native.sums import checksums, norms_sq, supports_sums
-
-__all__ = [
-    "Pieces",
-    "Stretches",
-    "add_digests_",
-    "box_muller",
-    "checksums",
-    "floored_ghost_norm_sq",
-    "ghost_flops",
-    "gradient_norm_sq",
-    "is_built",
-    "normalization_gradients",
-    "norms_sq",
-    "per_sample_gradients_",
-    "release_",
-    "release_pieces_",
-    "supports_convolution",
-    "supports_digest",
-    "supports_ghost_norm",
-    "supports_normalization",
-    "supports_sums",
-]

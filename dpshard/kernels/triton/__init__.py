@@ -33,21 +33,3 @@ from dpshard.kernels.triton.operators import (
     weighted_sum,
 )
 from dpshard.kernels.triton.tiles import ghost_tile
-
-__all__ = [
-    "add_digests_",
-    "ghost_norm_sq",
-    "ghost_tile",
-    "gradient_norm_sq",
-    "per_sample",
-    "release_",
-    "row_norm_sq",
-    "run_on",
-    "supports_digest",
-    "supports_ghost_norm",
-    "supports_product",
-    "supports_row_norms",
-    "supports_rows",
-    "weighted_rows",
-    "weighted_sum",
-]

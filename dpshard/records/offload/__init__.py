@@ -20,5 +20,3 @@ is 0 on the device, and no release follows.
 
 from dpshard.records.offload.spill import RESERVE, Offload
 from dpshard.records.offload.storages import Waiting
-
-__all__ = ["RESERVE", "Offload", "Waiting"]
