@@ -383,7 +383,7 @@ class NoiseTerm(NamedTuple):
 
 def _weights_on(device: torch.device, terms: Sequence[NoiseTerm]) -> Tensor:
     if len(terms) == 1:
-        return torch.ones(1, device=device)
+        return torch.ones(1, dtype=torch.float32, device=device)
     return torch.tensor([term.weight for term in terms], dtype=torch.float32, device="cpu").to(device)
 
 

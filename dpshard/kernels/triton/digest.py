@@ -54,7 +54,7 @@ def add_digests_(total: Tensor, words: Sequence[Tensor], at: Sequence[int], colu
     """Launch the kernel; see operators.add_digests_."""
     width = columns.shape[1]
     layout, owners = _layout(tuple(map(len, words)), tuple(at), width, total.device)
-    stretches = tables.with_addresses(words, layout)
+    stretches = tables.with_addresses(words, layout, torch.int32, total.device)
     grid = (len(owners) * (width // _TILE),)
     _add_digests[grid](stretches, owners, columns, rows, total, WIDTH=width, TILE=_TILE, num_warps=4)
 

@@ -75,7 +75,7 @@ def release_(
     layout, owners = _layout(tuple(map(Tensor.numel, xs)), tuple(starts), tuple(firsts), streams.device)
     squares = torch.empty(len(owners), dtype=torch.float32, device=streams.device)
     vectors, blocks, _ = streams.shape
-    places = tables.with_addresses(xs, layout)
+    places = tables.with_addresses(xs, layout, torch.float32, streams.device)
     _release[(len(owners),)](
         places, owners, streams, weights, squares, blocks, vectors, std, divisor, BLOCK=block, HALF=HALF
     )

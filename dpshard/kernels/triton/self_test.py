@@ -32,9 +32,9 @@ _SHARDS = ((_BLOCK - 7, 3 * _BLOCK), (5, 1), (3 * _BLOCK, _BLOCK + 1))
 def wrong_noise(device: torch.device) -> str | None:
     """Return the name of the noise kernel if its results differ from those of philox.py, else None."""
     generator = _generator(device)
-    xs = [torch.randn(n, generator=generator, device=device) for _, n in _SHARDS]
+    xs = [_randn(n, generator=generator) for _, n in _SHARDS]
     names = [[[3**30 + i + vector, -(5**20) - i, 7**21 * (1 - i)] for i in range(7)] for vector in range(2)]
-    streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device)
+    streams, weights = torch.tensor(names, device=device), torch.tensor([1.0, -0.5], device=device).float()
     starts, firsts, expected = [start for start, _ in _SHARDS], [0, 4, 5], [x.clone() for x in xs]
     norm_sq = operators.release_(xs, starts, firsts, streams, weights, _BLOCK, 0.3, 7.0)
     expected_norm_sq = torch.zeros_like(norm_sq)
@@ -48,9 +48,9 @@ def wrong_product(device: torch.device, dtype: torch.dtype) -> str | None:
     """Return the name of the first kernel whose products differ from torch's in float64, or None."""
     generator = _generator(device)
     for B, G, T, R, C in _SIZES:
-        rows = torch.randn(B, G, T, R, generator=generator, device=device).to(dtype)
-        cols = torch.randn(B, G, T, C, generator=generator, device=device).to(dtype)
-        factors = torch.rand(B, generator=generator, device=device)
+        rows = _randn(B, G, T, R, generator=generator).to(dtype)
+        cols = _randn(B, G, T, C, generator=generator).to(dtype)
+        factors = torch.rand(B, generator=generator, device=device, dtype=torch.float32)
         for name, found, expected, scale in _products(rows, cols, factors):
             if not _is_near(found, expected, scale):
                 return name
@@ -82,8 +82,8 @@ def wrong_rows(device: torch.device) -> str | None:
     """Return the name of a kernel of rows if it differs from torch in float64, else None."""
     generator = _generator(device)
     for uses, B, n in _ROWS:
-        x = torch.randn(uses, B, n, generator=generator, device=device)
-        weights = torch.rand(uses, B, generator=generator, device=device)
+        x = _randn(uses, B, n, generator=generator)
+        weights = torch.rand(uses, B, generator=generator, device=device, dtype=torch.float32)
         exact, norm_sq = x.double(), x.double().square().sum(2).flatten()
         if not _is_near(operators.row_norm_sq(x.flatten(0, 1)), norm_sq, norm_sq):
             return "row_norm_sq"
@@ -116,6 +116,11 @@ def wrong_digest(device: torch.device) -> str | None:
 def _is_near(found: Tensor, expected: Tensor, scale: Tensor | float) -> bool:
     """Return True if `found` is `expected` within 1e-5 of `scale`; NaN is not near."""
     return bool(((found.double() - expected.double()).abs() <= 1e-5 * scale).all())
+
+
+def _randn(*shape: int, generator: torch.Generator) -> Tensor:
+    """Return float32 normals, also where a script has set another default dtype."""
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32)
 
 
 def _generator(device: torch.device) -> torch.Generator:

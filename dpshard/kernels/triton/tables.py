@@ -10,14 +10,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 
-def with_addresses(tensors: Sequence[Tensor], layout: NDArray[np.int64]) -> Tensor:
-    """Return rows int64 [tensors, 1 + columns]: the address of each tensor, and its row of `layout`.
+def with_addresses(
+    tensors: Sequence[Tensor], layout: NDArray[np.int64], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Return rows int64 [tensors, 1 + columns] on `device`: the address of each tensor, and its row of `layout`.
 
-    The rows lie on the device of the tensors. The host does not wait for the copy.
+    The host does not wait for the copy. Raises TypeError unless the tensors are contiguous, of `dtype` and on `device`:
+    a kernel that is given addresses cannot tell.
     """
+    if {(x.dtype, x.device, x.is_contiguous()) for x in tensors} != {(dtype, device, True)}:
+        raise TypeError(f"The kernel takes contiguous tensors of {dtype} on {device}.")
     rows = np.empty((len(layout), 1 + layout.shape[1]), np.int64)
     rows[:, 0], rows[:, 1:] = [x.data_ptr() for x in tensors], layout
-    device, host = tensors[0].device, torch.from_numpy(rows)
+    host = torch.from_numpy(rows)
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 

@@ -68,3 +68,32 @@ def test_a_release_is_the_same_with_and_without_the_kernel():
     for one, other in zip(*results, strict=True):
         assert_close(one, other, rtol=1e-5, atol=1e-6)
     assert float(results[0][0]) == pytest.approx(2 * (sum(sizes) + 18 + 9) ** 0.5)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+def test_a_default_dtype_changes_no_noise(default):
+    def released():
+        x = torch.zeros(3000, dtype=torch.float32, device=DEVICE)
+        with mock.patch.object(KeyedGaussian, "_draws_on_cpu", return_value=False):
+            KeyedGaussian(SECRET).release_([SumShard("w", x)], step=4, std=0.5)
+        return x
+
+    expected, before = released(), torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert torch.equal(released(), expected)
+    finally:
+        torch.set_default_dtype(before)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [torch.ones(64, dtype=torch.bfloat16), torch.ones(64, dtype=torch.float64), torch.ones(8, 16)[:, ::2]],
+    ids=["bfloat16", "float64", "strided"],
+)
+def test_a_tensor_that_the_kernel_would_misread_is_refused(x):
+    """The kernel has addresses only: it would leave elements without noise, or write beyond the tensor."""
+    x, streams = x.to(DEVICE), torch.ones(1, 1, 3, dtype=torch.int64, device=DEVICE)
+    with pytest.raises(TypeError, match="contiguous tensors of"):
+        triton.release_([x], [0], [0], streams, torch.ones(1, device=DEVICE), BLOCK, 0.3, 7.0)
+    assert bool((x == 1).all())

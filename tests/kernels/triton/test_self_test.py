@@ -28,6 +28,18 @@ def test_sound_noise_passes():
     assert self_test.wrong_noise(DEVICE) is None
 
 
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float16, torch.float64])
+def test_sound_kernels_pass_under_any_default_dtype(default):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        assert self_test.wrong_noise(DEVICE) is None
+        assert self_test.wrong_rows(DEVICE) is None
+        assert self_test.wrong_digest(DEVICE) is None
+    finally:
+        torch.set_default_dtype(before)
+
+
 def doubled_last_tile(result):
     result[-1] *= 2
     return result
