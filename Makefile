@@ -143,6 +143,7 @@ gpu-benchmark: gpu-site
 gpu-site:
 	@if ls $(WHEELS)/*.whl >/dev/null 2>&1; then \
 		$(PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl; fi
+	@$(ON_GPU) -c "import torch" 2>/dev/null || { echo "$(PYTHON) finds no torch: pass PYTHON=, or run 'make wheels'"; exit 1; }
 	@$(ON_GPU) -c "import torch, triton, pytest, pytest_timeout, hypothesis, dpshard; print('torch', torch.__version__)"
 
 # For Linux on x86-64; --no-deps, because some ask for old versions of what is newer there.

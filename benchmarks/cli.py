@@ -229,6 +229,8 @@ def gpu(
         return
     if device == "cuda" and not torch.cuda.is_available():
         raise ConfigurationError("torch finds no GPU: `dpshard doctor` says why. --device cpu --tiny tries it out.")
+    if device == "cpu" or tiny:
+        out = out / f"{device}{'-tiny' if tiny else ''}"  # a trial must not stand for a measurement
     failures = on_gpu.run(
         [on_gpu.SELF_TEST, *parts],
         out.resolve(),
@@ -237,7 +239,7 @@ def gpu(
         say=lambda text: console.err.print(escape(text)),
         minutes=minutes,
     )
-    path = on_gpu.write(out, failures)
+    path = on_gpu.write(out, failures, device)
     console.out.print(path.read_text("utf-8"), markup=False, highlight=False)
     raise typer.Exit(1 if failures else 0)
 

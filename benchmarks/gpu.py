@@ -147,7 +147,7 @@ def _cells(name: str, throughput: dict[str, float], seconds: float, memory: str)
     return [name, f"{throughput['median']:.2f}", quartiles, f"{1e3 * seconds:,.1f}", memory]
 
 
-def write(out: Path, failures: dict[str, str]) -> Path:
+def write(out: Path, failures: dict[str, str], device: str = "cuda") -> Path:
     """Write gpu.json and the table README.md into `out`; return the table's path."""
     table = rows(out)
     figures: dict[str, Any] = {"head": HEAD, "rows": table, "failures": failures}
@@ -157,6 +157,7 @@ def write(out: Path, failures: dict[str, str]) -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "gpu.json", to_json(figures, 1).encode())
     lines = [f"- {name} failed: {' '.join(why.split())}" for name, why in failures.items()]
-    text = "\n".join(["# On one GPU", "", tables.markdown(HEAD, table), "", kernels.line(tested), "", *lines])
+    title = "# On one GPU" if device == "cuda" else "# A trial on the CPU"
+    text = "\n".join([title, "", tables.markdown(HEAD, table), "", kernels.line(tested), "", *lines])
     write_atomically(out / "README.md", f"{text.rstrip()}\n".encode())
     return out / "README.md"

@@ -240,7 +240,7 @@ class Collector:
                 yield self.batch
                 if self._loop is feed and self.batch is not None:
                     self.batch.end_micro_batch()
-                    raise LogicalBatchError(refusals.unreleased(self.batch))
+                    raise LogicalBatchError(refusals.unreleased(self.batch, self.state, self._backend.sharding.written))
         finally:
             if self._loop is feed:
                 self._loop = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 from torch import nn
 
 from dpshard.config import SamplingName
 from dpshard.errors import EngineInUseError, LogicalBatchError
-from dpshard.step.logical_batch import LogicalBatch, MicroBatch
+from dpshard.step.logical_batch import BatchState, LogicalBatch, MicroBatch
 
 DETACHED = (
     "The engine was detached, so the model is an ordinary one. To resume the run, make a new engine and load the "
@@ -98,12 +99,15 @@ def superseded(*, detached: bool) -> str:
     )
 
 
-def unreleased(batch: LogicalBatch) -> str:
-    """Say why the next logical batch cannot begin."""
+def unreleased(batch: LogicalBatch, state: BatchState, written: Callable[[], str | None]) -> str:
+    """Say why the next logical batch cannot begin. `written` names a parameter that was written since its forward."""
+    if state is BatchState.COLLECTING and (name := written()):
+        return updated_early(name)
     return (
         f"The logical batch of step {batch.step} was not released. Call optimizer.step() after its micro-batches, even "
-        f"if it is empty, and then optimizer.zero_grad(). If you did, the optimizer holds none of the engine's "
-        f"parameters: make it from model.parameters(), after fully_shard, which replaces them."
+        f"if it is empty, and then optimizer.zero_grad(). An update by hand needs engine.privatize() first. If you did "
+        f"either, the optimizer holds none of the engine's parameters: make it from model.parameters(), after "
+        f"fully_shard, which replaces them."
     )
 
 
@@ -127,8 +131,8 @@ def updated_early(name: str) -> str:
     """Say why no parameter may change before the release."""
     return (
         f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
-        f"engine.privatize() first: this one used clipped sums without noise, so the weights are not private. Return "
-        f"to weights from before it. Other writes belong between a step and the next forward. Nothing was released."
+        f"engine.privatize() first. If this was one, it used clipped sums without noise, and the weights are not "
+        f"private: return to weights from before it. Other writes belong between a step and the next forward."
     )
 
 

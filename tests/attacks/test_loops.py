@@ -278,6 +278,20 @@ def test_an_update_by_hand_between_micro_batches_is_refused():
     assert "0.weight was written after backward()" in message
 
 
+def test_an_update_by_hand_at_the_end_of_a_logical_batch_is_refused():
+    loop = loop_over(
+        lambda model, x, y, _: loss_of(model, x, y).backward(), after=lambda model, _: update_by_hand(model)
+    )
+
+    def without_steps(model, engine, optimizer, data):
+        optimizer.step = lambda: None
+        loop(model, engine, optimizer, data)
+
+    message = is_refused(build, without_steps, dataset(), steps=2)
+    assert message is not None
+    assert "engine.privatize() first. If this was one" in message
+
+
 def test_an_update_by_hand_after_the_noise_trains():
     def loop(model, engine, optimizer, data):
         for logical_batch in engine.batches(data, micro_batch_size=B):

@@ -52,7 +52,7 @@ def _records(plan: Plan, private: list[Estimate]) -> list[str]:
         f"and the output gradient of every layer, and wait for the last norm of their group{end}"
         for label, size in sizes
     ]
-    lighter = sorted((e for e in private if e not in heavy), key=lambda e: e.peak)
+    lighter = sorted((e for e in private if e not in heavy and e.peak < heavy[0].peak), key=lambda e: e.peak)
     ways = [_named(e) for e in lighter if plan.gpu_memory is None or e.peak <= plan.gpu_memory]
     if plan.micro_batch > 1:
         ways.append(f"a micro-batch of 1 instead of {plan.micro_batch}")
