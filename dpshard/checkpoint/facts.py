@@ -26,6 +26,7 @@ from dpshard.config import SamplingName
 from dpshard.errors import DataError
 from dpshard.kernels import native, triton
 from dpshard.randomness import RandomSource, derive_key
+from dpshard.sampling.repeats import chosen_of_table
 from dpshard.sampling.units import KeyedUnits
 
 ROWS = 64
@@ -170,9 +171,9 @@ def _chosen(dataset: Any, rows: list[int]) -> tuple[list[int], Any] | None:
     """Return the indices of these rows in an underlying data set, and that data set if known; None without indices."""
     if type(dataset) is Subset:
         return [int(dataset.indices[i]) for i in rows], dataset.dataset
-    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset._indices is not None:
+    if (column := chosen_of_table(dataset)) is not None:
         # Hugging Face's own fingerprint would change with the times of files.
-        return dataset._indices.column(0).take(rows).to_pylist(), None
+        return column.take(rows).to_pylist(), None
     return None
 
 

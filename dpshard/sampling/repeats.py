@@ -16,7 +16,7 @@ def warn_of_repeats(dataset: Any) -> None:
     """Warn if a Subset or ConcatDataset repeats an item of a data set. Takes O(N) time, and reads no item."""
     while isinstance(dataset, KeyedUnits) and not dataset.grouping:
         dataset = dataset.dataset  # unit i is item i
-    if type(dataset) not in (Subset, ConcatDataset) and not _is_chosen_of_table(dataset):
+    if type(dataset) not in (Subset, ConcatDataset) and chosen_of_table(dataset) is None:
         return
     try:
         most = int(np.bincount(_items(dataset, {})).max(initial=0))
@@ -41,14 +41,16 @@ def _items(dataset: Any, starts: dict[int, tuple[int, int]]) -> NDArray[np.int64
         return np.concatenate([_items(part, starts) for part in dataset.datasets])
     if type(dataset) is Subset:
         return _items(dataset.dataset, starts)[np.asarray(dataset.indices, dtype=np.int64)]
-    if _is_chosen_of_table(dataset):
-        chosen = dataset._indices.column(0).to_numpy()
+    if (column := chosen_of_table(dataset)) is not None:
+        chosen = column.to_numpy()
         start, _ = starts.setdefault(id(dataset), (sum(n for _, n in starts.values()), int(chosen.max(initial=0)) + 1))
         return start + chosen.astype(np.int64)
     start, size = starts.setdefault(id(dataset), (sum(n for _, n in starts.values()), len(dataset)))
     return np.arange(start, start + size)
 
 
-def _is_chosen_of_table(dataset: Any) -> bool:
-    """Return True for a data set of Hugging Face with chosen rows, as of `select` or `interleave_datasets`."""
-    return type(dataset).__module__ == "datasets.arrow_dataset" and dataset._indices is not None
+def chosen_of_table(dataset: Any) -> Any:
+    """Return the row numbers that a data set of Hugging Face chose, a column of pyarrow; else None."""
+    if type(dataset).__module__ == "datasets.arrow_dataset" and dataset._indices is not None:
+        return dataset._indices.column(0)
+    return None

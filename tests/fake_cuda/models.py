@@ -74,7 +74,7 @@ MODELS = {
     "encoder": Encoder,
     "bags": Bags,
 }
-MODELS |= {name: _of_benchmark(name) for name in ("G1", "G2", "G3", "G4")}
+MODELS |= {name: _of_benchmark(name) for name in GPU_WORKLOADS}
 
 
 def data(model):
