@@ -135,7 +135,7 @@ class CyclicPoisson:
 
 @dataclass(frozen=True, slots=True)
 class CorrelatedBins:
-    """The whole run is one release, whose privacy losses are simulated."""
+    """Balls in bins with correlated noise: the whole run is one release, and simulation gives its losses."""
 
     noise_multiplier: float
     sample_size: int

@@ -108,6 +108,7 @@ class NamedState:
                     f"{missing[0]} is in no parameter group of the checkpoint, which belongs to another model or "
                     f"optimizer. Resume with the saved ones."
                 )
+            _refuse_other_optimizer(self.optimizer, settings_of[own["params"][0]] if own["params"] else own)
             settings = own
             for i, name in enumerate(own["params"]):
                 if i > 0 and (differs := differing(settings, settings_of[name])):
@@ -140,6 +141,16 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     return sorted(
         key for key in (one.keys() | other.keys()) - NAMING if key not in both or not same(one[key], other[key])
     )
+
+
+def _refuse_other_optimizer(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for a group of another optimizer. Flags may be missing: kinds of one optimizer differ."""
+    missing = [key for key, x in optimizer.defaults.items() if not isinstance(x, bool | None) and key not in saved]
+    if missing:
+        raise CheckpointError(
+            f"The checkpoint lacks {', '.join(sorted(missing))} of {type(optimizer).__name__}: it belongs to another "
+            f"optimizer. Resume with the saved one."
+        )
 
 
 def same(a: Any, b: Any) -> bool:

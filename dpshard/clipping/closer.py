@@ -11,7 +11,7 @@ from torch import Tensor
 from dpshard.clipping.coefficients import Measured, clip, squared_norms
 from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.scheme import Scheme
-from dpshard.clipping.stacks import Stack, Stacks, recipe_to_join
+from dpshard.clipping.stacks import Stack, Stacks, maker_to_join
 from dpshard.clipping.uses import Use
 
 
@@ -34,15 +34,15 @@ class Closer:
     # --- records arrive
 
     def joins_others(self, uses: Sequence[Use], tensors: Sequence[Tensor]) -> bool:
-        """Let uses wait for others, if they can; return True if they wait ([Note: Uses with equal recipes])."""
+        """Let uses wait for others, if they can; return True if they wait ([Note: Uses with equal makers])."""
         scheme = self._scheme
         if not scheme.joining:
             return False
         anchors = scheme.anchors_of([source for use in uses for source in use.sources])
         if len(anchors) > 1 or anchors[0] not in scheme.joining:
             return False
-        recipe = recipe_to_join(uses[0], tensors, scheme.sources, len(uses))
-        if recipe is None:
+        maker = maker_to_join(uses[0], tensors, scheme.sources, len(uses))
+        if maker is None:
             return False
         names: dict[int, list[str]] = {}  # by group
         for use in uses:
@@ -55,7 +55,7 @@ class Closer:
         if anchor not in self._stacks:
             self._stacks[anchor] = Stacks(scheme.group_of)
         stacks = self._stacks[anchor]
-        stacks.add(uses, recipe, tensors, names)
+        stacks.add(uses, maker, tensors, names)
         for index, some in names.items():
             self.groups[index].arrive_first(some)
         if scheme.shared:

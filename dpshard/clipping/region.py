@@ -13,9 +13,9 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from dpshard.clipping.stacks import FEWEST, recipe_to_join
+from dpshard.clipping.stacks import FEWEST, maker_to_join
 from dpshard.clipping.uses import Use
-from dpshard.rules.call import Recipe, Source
+from dpshard.rules.call import RecordMaker, Source
 
 Asked = Sequence[tuple[Use, tuple[Tensor, ...]]]
 
@@ -40,11 +40,11 @@ def rows_of(asked: Asked, roots: Mapping[str, Source]) -> list[list[int]]:
     counts = Counter(name for use, _ in asked for source in use.sources for name in source.roots)
     alike: dict[object, list[int]] = {}
     for i, (use, templates) in enumerate(asked):
-        recipe = None if use.copies else recipe_to_join(use, templates, roots)
-        if recipe is None or any(counts[source.label] > 1 for source in use.sources):
+        maker = None if use.copies else maker_to_join(use, templates, roots)
+        if maker is None or any(counts[source.label] > 1 for source in use.sources):
             alike[i] = [i]
         else:
-            alike.setdefault((recipe, *[(x.shape, x.dtype, x.device) for x in templates]), []).append(i)
+            alike.setdefault((maker, *[(x.shape, x.dtype, x.device) for x in templates]), []).append(i)
     return [row for some in alike.values() for row in ([some] if len(some) >= FEWEST else [[i] for i in some])]
 
 
@@ -53,7 +53,7 @@ def form_rows(asked: Asked, places: Sequence[Sequence[int]]) -> list[Row]:
     rows = []
     for some in places:
         use, templates = asked[some[0]]
-        dim = use.build.axis.dim if isinstance(use.build, Recipe) else 0
+        dim = use.build.axis.dim if isinstance(use.build, RecordMaker) else 0
         rows.append(Row(tuple([asked[i][0] for i in some]), _joined(templates, dim, len(some)), dim))
     return rows
 

@@ -1,6 +1,6 @@
 """Small uses of parameters that are recorded together.
 
-[Note: Uses with equal recipes] A small use waits until its group closes. Then uses with equal recipes and sizes are
+[Note: Uses with equal makers] A small use waits until its group closes. Then uses with equal makers and sizes are
 joined. A write to their tensors in the meantime raises, because it changes the gradient. The bound would hold: norm and
 sum use the same values.
 """
@@ -21,7 +21,7 @@ from dpshard.clipping.uses import Use
 from dpshard.config import Execution
 from dpshard.records import OuterProduct, OwnMemory, PerSampleGrad, Stacked, small_bytes
 from dpshard.records.written import changed_in_backward
-from dpshard.rules.call import Recipe, Source
+from dpshard.rules.call import RecordMaker, Source
 
 FEWEST = 4
 
@@ -56,7 +56,7 @@ def _row(uses: Sequence[Use], tensors: Sequence[Tensor]) -> _Row:
 
 @dataclass(slots=True)
 class Stack:
-    """The joined records of uses with equal recipes."""
+    """The joined records of uses with equal makers."""
 
     names: list[str]
     stacked: Stacked
@@ -82,17 +82,17 @@ class Stacks:
 
     def __init__(self, group_of: Mapping[str, ClippingGroup]) -> None:
         self._group_of = group_of
-        self._waiting: dict[Any, tuple[Recipe, list[_Row]]] = {}
+        self._waiting: dict[Any, tuple[RecordMaker, list[_Row]]] = {}
         self._groups: set[int] = set()
         self.nbytes = 0
         """Bytes of all uses that wait."""
 
-    def add(self, uses: Sequence[Use], recipe: Recipe, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
+    def add(self, uses: Sequence[Use], maker: RecordMaker, tensors: Sequence[Tensor], groups: Collection[int]) -> None:
         """Take uses of `groups`, with joined tensors."""
         n = len(uses)
-        key = (recipe, *[(x.shape if n == 1 else _of_one(x, recipe.axis.dim, n), x.dtype, x.device) for x in tensors])
+        key = (maker, *[(x.shape if n == 1 else _of_one(x, maker.axis.dim, n), x.dtype, x.device) for x in tensors])
         row = _row(uses, tensors)
-        self._waiting.setdefault(key, (recipe, []))[1].append(row)
+        self._waiting.setdefault(key, (maker, []))[1].append(row)
         self._groups.update(groups)
         self.nbytes += row.nbytes
 
@@ -103,13 +103,13 @@ class Stacks:
         if groups is not None and self._groups.isdisjoint(groups):
             return [], []
         waiting, self._waiting, self.nbytes = self._waiting, {}, 0
-        for key, (recipe, rows) in waiting.items():
-            ready, apart = (rows, []) if groups is None else self._divide(rows, groups, recipe.axis.dim)
+        for key, (maker, rows) in waiting.items():
+            ready, apart = (rows, []) if groups is None else self._divide(rows, groups, maker.axis.dim)
             if ready is not rows and rows:
-                self._waiting[key] = recipe, rows
+                self._waiting[key] = maker, rows
                 self.nbytes += sum([row.nbytes for row in rows])
             if len(ready) >= FEWEST or any(len(row.uses) > 1 for row in ready):
-                stacks += self._stacked(recipe, ready)
+                stacks += self._stacked(maker, ready)
             alone += apart + ready
         for row in alone:
             row.refuse_written()
@@ -133,22 +133,22 @@ class Stacks:
     def _inside(self, row: _Row, groups: Collection[int]) -> frozenset[bool]:
         return frozenset(self._group_of[source.label].index in groups for use in row.uses for source in use.sources)
 
-    def _stacked(self, recipe: Recipe, rows: list[_Row]) -> Iterator[Stack]:
+    def _stacked(self, maker: RecordMaker, rows: list[_Row]) -> Iterator[Stack]:
         most = _TOGETHER * small_bytes(rows[0].tensors[0].device)
         while rows:
             batch, nbytes = [rows.pop()], 0
             while rows and (nbytes := nbytes + batch[-1].nbytes) + rows[-1].nbytes <= most:
                 batch.append(rows.pop())
-            yield from self._made(recipe, batch)
+            yield from self._made(maker, batch)
 
-    def _made(self, recipe: Recipe, rows: Sequence[_Row]) -> Iterator[Stack]:
+    def _made(self, maker: RecordMaker, rows: Sequence[_Row]) -> Iterator[Stack]:
         for row in rows:
             row.refuse_written()
         uses = [use for row in rows for use in row.uses]
-        joined = replace(recipe, batch_size=len(uses) * recipe.batch_size)
+        joined = replace(maker, batch_size=len(uses) * maker.batch_size)
         tensors = rows[0].tensors
         if len(rows) > 1:
-            tensors = [torch.cat(parts, recipe.axis.dim) for parts in zip(*[row.tensors for row in rows], strict=True)]
+            tensors = [torch.cat(parts, maker.axis.dim) for parts in zip(*[row.tensors for row in rows], strict=True)]
         for i, record in enumerate(joined(*tensors)):
             assert isinstance(record, PerSampleGrad | OuterProduct)
             names = [use.sources[i].label for use in uses]
@@ -161,13 +161,15 @@ def _of_one(x: Tensor, dim: int, uses: int) -> torch.Size:
     return torch.Size(shape)
 
 
-def recipe_to_join(use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Source], uses: int = 1) -> Recipe | None:
-    """Return the recipe of a use that can be recorded with others, else None.
+def maker_to_join(
+    use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Source], uses: int = 1
+) -> RecordMaker | None:
+    """Return the maker of a use that can be recorded with others, else None.
 
     `tensors`: those of `uses` joined uses. `roots`: the parameters as sources.
     """
-    recipe = use.build
-    if not isinstance(recipe, Recipe) or recipe.axis.adjacent or recipe.axis.routed:
+    maker = use.build
+    if not isinstance(maker, RecordMaker) or maker.axis.adjacent or maker.axis.routed:
         return None
     nbytes = 0
     for x in tensors:
@@ -178,4 +180,4 @@ def recipe_to_join(use: Use, tensors: Sequence[Tensor], roots: Mapping[str, Sour
         if roots.get(source.label) is not source:
             return None  # a tensor derived from parameters
         nbytes += 4 * math.prod(source.shape)
-    return recipe if nbytes <= small_bytes(tensors[0].device) else None
+    return maker if nbytes <= small_bytes(tensors[0].device) else None

@@ -1,5 +1,5 @@
 """dpshard in other frameworks, and under other libraries' interfaces.
 
 They may import the public package, `accounting`, `config`, `losses`, `replacements`, `sampling` and `step`;
-`sklearn.py` also `applications.tabular` and `applications.advice`. Begin with `transformers.py`.
+`sklearn.py` also `applications.tabular`, `applications.advice` and `applications.extras`. Begin with `transformers.py`.
 """

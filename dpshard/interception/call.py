@@ -72,7 +72,7 @@ class InterceptedCall:
         if self.plans is not None:
             self.plans.keep(self.func, self.args, self.kwargs, self.sources, planned, (input, weight, bias))
         output, keep = planned.run(self.hold, input, self.plain(weight), self.plain(bias))
-        return self.tap(output, keep, planned.sources, planned.recipe)
+        return self.tap(output, keep, planned.sources, planned.maker)
 
     def tap(self, output: Tensor, keep: tuple[Tensor, ...], sources: Any, build: Build) -> Tensor:
         """Return `output`; `build` makes records of its gradient and the kept tensors."""

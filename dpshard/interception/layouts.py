@@ -24,6 +24,7 @@ from dpshard.interception.kinds import kind_of_run, sizes_of_run
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import ShardingHooks
+from dpshard.interception.refusals import refuse_compiled_autograd
 from dpshard.interception.run import Run
 
 ATTEMPTS = 8
@@ -138,6 +139,7 @@ class Layouts:
 
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, and add the calls to `into`."""
+        refuse_compiled_autograd()  # here, because probes are rare
         if into:
             self._plans.clear()  # they may hold earlier layouts
         unshards = self._parameters.unshards(run.module)

@@ -14,7 +14,7 @@ from torch import Tensor
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallKey, CallLayout, Layout
 from dpshard.records import Record
-from dpshard.rules.call import Recipe, Source
+from dpshard.rules.call import RecordMaker, Source
 
 _LABEL = re.compile(r"source#(\d+)")
 
@@ -56,7 +56,7 @@ class Numbering:
             return [(self.name(source), record) for source, record in use.records(tensors)]
 
         sources = tuple(map(self.name, use.sources))
-        return Use(sources, use.build if isinstance(use.build, Recipe) else build, use.copies)
+        return Use(sources, use.build if isinstance(use.build, RecordMaker) else build, use.copies)
 
     def name_all(self, labels: str) -> str:
         """Replace the numbers in labels by outside labels."""

@@ -90,7 +90,7 @@ class Plans:
             return
         places = tuple(next((p for p, x in named if x is y and y is not None), None) for y in operands)
         _, *cuts = (x is not None and x in sources for x in operands)
-        plan = PlannedUse(planned, Use(planned.sources, planned.recipe), places, (cuts[0], cuts[1]))
+        plan = PlannedUse(planned, Use(planned.sources, planned.maker), places, (cuts[0], cuts[1]))
         plans = self.uses.setdefault(func, {})
         if len(plans) == _MOST:
             plans.clear()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from dpshard.errors import UnsupportedParameterError
+from dpshard.errors import ConfigurationError, UnsupportedParameterError
 
 
 def refusal(model: nn.Module, labels: str, func: Any, reason: str, *, advise: bool = True) -> UnsupportedParameterError:
@@ -48,6 +49,16 @@ def refuse_shared_outliers(model: nn.Module) -> None:
                 f"changes how the features of all samples are rounded. So gradients depend on the other samples. Load "
                 f"the model with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0), or in 4 bits."
             )
+
+
+def refuse_compiled_autograd() -> None:
+    """Raise ConfigurationError if torch compiles backwards as they run."""
+    compiler = sys.modules.get("torch._dynamo")  # importing it is slow
+    if compiler is not None and compiler.config.compiled_autograd:
+        raise ConfigurationError(
+            "torch._dynamo.config.compiled_autograd is on. It compiles the backward, and leaves out the nodes that "
+            "clip gradients. Set it to False: torch.compile works without it."
+        )
 
 
 def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:

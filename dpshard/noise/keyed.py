@@ -45,9 +45,9 @@ from dpshard.kernels import native, philox, triton
 from dpshard.noise import LOG2_STD
 from dpshard.noise.discrete_gaussian import DiscreteGaussian
 from dpshard.noise.pieces import (
+    BlockPart,
     Blocks,
     LongPiece,
-    Span,
     blocks_of,
     by_kind,
     cut,
@@ -294,7 +294,7 @@ class KeyedDiscreteGaussian(KeyedGaussian):
             for piece, integers in self._noise(span, part.detach().view(-1), key):
                 self._privatize(piece, integers, std, divisor)
 
-    def _noise(self, span: Span, part: Tensor, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
+    def _noise(self, span: BlockPart, part: Tensor, key: bytes) -> Iterator[tuple[Tensor, NDArray[Any]]]:
         lo, end = span.lo, span.lo + span.n
         start, stop = 0, SHORTEST_PIECE
         while start < end:

@@ -18,7 +18,7 @@ from dpshard.kernels import native
 from dpshard.randomness import UNIT, derive_each
 
 
-class Span(NamedTuple):
+class BlockPart(NamedTuple):
     """The place of a part in one block of a parameter."""
 
     name: str
@@ -32,7 +32,7 @@ class Span(NamedTuple):
 class Layout:
     """The blocks of some shards, one shard after another."""
 
-    spans: tuple[Span, ...]
+    spans: tuple[BlockPart, ...]
     counts: tuple[int, ...]
     """Blocks of each shard."""
     endings: list[tuple[str, int]]
@@ -102,13 +102,13 @@ def select(blocks: Blocks, indices: Sequence[int]) -> Blocks:
 
 @functools.lru_cache(maxsize=16)  # the same shards at every step
 def _layout(names: tuple[str, ...], starts: tuple[int, ...], sizes: tuple[int, ...], block: int) -> Layout:
-    spans: list[Span] = []
+    spans: list[BlockPart] = []
     counts: list[int] = []
     for name, start, n in zip(names, starts, sizes, strict=True):
         numbers = range(start // block, -(-(start + n) // block))
         for number in numbers:
             lo, hi = max(start, number * block), min(start + n, (number + 1) * block)
-            spans.append(Span(name, number, lo - number * block, hi - lo))
+            spans.append(BlockPart(name, number, lo - number * block, hi - lo))
         counts.append(len(numbers))
     return Layout(tuple(spans), tuple(counts), [(span.name, span.number) for span in spans])
 

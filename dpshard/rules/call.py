@@ -85,8 +85,8 @@ class Source:
 
 
 @dataclass(frozen=True, slots=True)
-class Recipe(ABC):
-    """Makes the records of one use. Uses with equal recipes may be recorded together."""
+class RecordMaker(ABC):
+    """Makes the records of one use. Uses with equal makers may be recorded together."""
 
     axis: BatchAxis
     batch_size: int
@@ -96,13 +96,13 @@ class Recipe(ABC):
         """Return a record for each source, from the kept tensors and the output gradient (last)."""
 
 
-Build = Recipe | Callable[..., Sequence[tuple[Source, Record]]]
+Build = RecordMaker | Callable[..., Sequence[tuple[Source, Record]]]
 """Function from the kept tensors and the output gradient (last) to the records."""
 
 
 def records_of(sources: Sequence[Source], build: Build, tensors: Sequence[Tensor]) -> Sequence[tuple[Source, Record]]:
     """Return the records of a use, each with its source."""
-    return [*zip(sources, build(*tensors), strict=True)] if isinstance(build, Recipe) else build(*tensors)
+    return [*zip(sources, build(*tensors), strict=True)] if isinstance(build, RecordMaker) else build(*tensors)
 
 
 Hold = Callable[[Tensor], Tensor]
@@ -117,7 +117,7 @@ class Planned:
     """A use that equal calls repeat; it holds no tensor of one call."""
 
     sources: tuple[Source, ...]
-    recipe: Recipe
+    maker: RecordMaker
     run: Callable[[Hold, Tensor, Tensor | None, Tensor | None], Output]
     """Function of input, weight and bias, detached from their sources."""
     gradient: Callable[[Tensor, Tensor], Tensor] | None = None

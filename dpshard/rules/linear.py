@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.records import OuterProduct, PerSampleGrad, Record, accum_dtype
-from dpshard.rules.call import BatchAxis, Call, Hold, Output, Planned, Recipe, Source, batch_axis
+from dpshard.rules.call import BatchAxis, Call, Hold, Output, Planned, RecordMaker, Source, batch_axis
 from dpshard.rules.registry import rule
 from dpshard.rules.vectorized import vectorized
 
@@ -110,8 +110,8 @@ def _record(
         # Under autocast, forward multiplied in the output's precision.
         return output, (input.to(output.dtype),) if recorded else ()
 
-    recipe = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
-    planned = Planned(tuple([s for s in (w, b) if s is not None]), recipe, run, gradient if whole else None)
+    maker = _Products(axis, call.batch_size, shape, has_bias=b is not None, transposed=transposed)
+    planned = Planned(tuple([s for s in (w, b) if s is not None]), maker, run, gradient if whole else None)
     return call.run(planned, input, weight, bias)
 
 
@@ -124,7 +124,7 @@ def _through_transposed(g: Tensor, weight: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class _Products(Recipe):
+class _Products(RecordMaker):
     shape: tuple[int, ...] | None
     """Shape of the weight if it is a source, else None."""
     has_bias: bool

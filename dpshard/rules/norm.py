@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dpshard.kernels import native
 from dpshard.records import PerSampleGrad, Record, wide
-from dpshard.rules.call import Call, Hold, Output, Planned, Recipe, batch_axis
+from dpshard.rules.call import Call, Hold, Output, Planned, RecordMaker, batch_axis
 from dpshard.rules.registry import rule
 
 
@@ -193,20 +193,20 @@ def _affine(
     if axis.dim != 0 and not trailing:
         raise call.refuse("the samples of the micro-batch must lie along dimension 0 of its input")
     shapes = [None if source is None else source.shape for source in (w, b)]
-    recipe = _Sums(axis, call.batch_size, shapes[0], shapes[1], normalize, moments, input.dim() - 1, trailing)
+    maker = _Sums(axis, call.batch_size, shapes[0], shapes[1], normalize, moments, input.dim() - 1, trailing)
     sources = tuple([s for s in (w, b) if s is not None])
 
     def run(_: Hold, input: Tensor, weight: Any, bias: Any) -> Output:
         return normalize.output(input, weight, bias), (input,) if w is not None else ()
 
     if repeated:
-        return call.run(Planned(sources, recipe, run), input, weight, bias)
+        return call.run(Planned(sources, maker, run), input, weight, bias)
     output, keep = run(call.hold, input, call.plain(weight), call.plain(bias))
-    return call.tap(output, keep, sources, recipe)
+    return call.tap(output, keep, sources, maker)
 
 
 @dataclass(frozen=True, slots=True)
-class _Sums(Recipe):
+class _Sums(RecordMaker):
     weight: tuple[int, ...] | None
     """Shape of the weight if it is a source, else None."""
     bias: tuple[int, ...] | None

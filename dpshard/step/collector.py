@@ -27,7 +27,7 @@ from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, MicroBatch
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
-from dpshard.step.spread import Spread, spreads
+from dpshard.step.spread import RowWatch, row_watches
 
 
 class Collector:
@@ -156,13 +156,13 @@ class Collector:
         if micro is None:
             self._require_own_loop(module)
             tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
-            self._watched += spreads(packed, is_padding_B)
+            self._watched += row_watches(packed, is_padding_B)
             self._own = [*(earlier for earlier in self._own if earlier.unfinished), tape]
         else:
             if micro.tape is None:
                 is_padding_B = micro.plan.is_padding_on(self._device)
                 micro.tape = Tape(self.clipper, batch_size, is_padding_B, scale, owners)
-                self._watched += spreads(packed, is_padding_B)
+                self._watched += row_watches(packed, is_padding_B)
                 if self._stages is not None:  # other stages may have dropout
                     self._stages.note(micro.plan)
                 elif micro.rows is not None and micro.rows.copies is not None:
@@ -330,7 +330,7 @@ class Collector:
             self.clipper.offload.take_differing()  # of earlier sums
         if self._stages is not None:
             self._stages.begin()
-        self._watched: list[tuple[Tensor, Copies | Spread]] = []  # padded or packed micro-batches, by mask
+        self._watched: list[tuple[Tensor, Copies | RowWatch]] = []  # padded or packed micro-batches, by mask
 
     @contextmanager
     def releasing(self, counted: Callable[[], bool]) -> Iterator[None]:

@@ -19,14 +19,14 @@ from dpshard.sampling import PackedTokens
 _TOGETHER = 64
 
 
-def spreads(packed: PackedTokens | None, is_padding_U: Tensor | None) -> list[tuple[Tensor, Spread]]:
+def row_watches(packed: PackedTokens | None, is_padding_U: Tensor | None) -> list[tuple[Tensor, RowWatch]]:
     """Return what watches a micro-batch, by its mask; [] unless its rows hold several units."""
     if packed is None or is_padding_U is None or not packed.side_by_side:
         return []
-    return [(is_padding_U, Spread(packed, is_padding_U))]
+    return [(is_padding_U, RowWatch(packed, is_padding_U))]
 
 
-class Spread:
+class RowWatch:
     """Watches the units of a packed micro-batch, without synchronising with the device."""
 
     def __init__(self, packed: PackedTokens, is_padding_U: Tensor) -> None:

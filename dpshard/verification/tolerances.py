@@ -68,5 +68,5 @@ def largest_differences(x: Tensor, y: Tensor) -> Tensor:
 
 
 def scale(y: Tensor) -> Tensor:
-    """Return, per row, the largest finite number."""
+    """Return the largest finite magnitude of each row, as float64."""
     return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

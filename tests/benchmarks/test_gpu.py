@@ -58,6 +58,11 @@ def test_every_part_is_a_command_and_its_results_are_in_the_table(measured, tmp_
     assert "| G2-peers | dpshard:all-layer | 0.80 | 0.77–0.83 | 500.0 |" in text
     assert "| G1-peers | opacus:ghost | not timed: pip install it |" in text
     assert "- G9 failed: out of memory" in text
+    assert "not measured" not in text
+    assert (
+        f"- not measured yet: {', '.join(part.name for part in gpu.PARTS)}"
+        in gpu.write(tmp_path / "new", {}).read_text()
+    )
     assert len(json.loads((tmp_path / "gpu.json").read_text())["rows"]) == sum(
         3 if part.name.endswith("eager") else 2 if part.name.endswith("compiled") else 3 for part in gpu.PARTS
     )

@@ -336,7 +336,7 @@ OTHERS = {
     "another mechanism": (lambda f: Training(f, noise_multiplier=2.0), r"another mechanism \(noise_multiplier"),
     "another shape": (wider, r"model\.0\.weight does not fit: saved \(6, 4\) torch.float32, now \(7, 4\)"),
     "another module": (frozen_extra, r"model\.more is not in the checkpoint"),
-    "another optimizer": (lambda f: Training(f, "momentum"), r"optimizer\.state.*another model, optimizer"),
+    "another optimizer": (lambda f: Training(f, "momentum"), r"lacks dampening, momentum of SGD: .* another optimizer"),
     "no scheduler": (
         lambda f: (t := Training(f), setattr(t.checkpoints, "_others", {}))[0],
         r"others\.scheduler is in the checkpoint, but not in this training",
@@ -355,6 +355,20 @@ def test_a_checkpoint_of_something_else_is_refused_without_change(folder, other)
     with pytest.raises(CheckpointError, match=reason):
         victim.checkpoints.load()
     assert str(victim.state) == str(before)
+    victim.train(1)
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_settings_of_an_optimizer_without_state_fit_no_other(folder, steps):
+    """SGD remembers nothing, so only its settings tell."""
+    training = Training(folder, "plain")
+    training.train(steps)
+    training.checkpoints.save()
+    victim = Training(folder, "adam")
+    before = str(victim.state)
+    with pytest.raises(CheckpointError, match="lacks betas, eps of Adam"):
+        victim.checkpoints.load()
+    assert str(victim.state) == before
     victim.train(1)
 
 

@@ -1,4 +1,4 @@
-"""Small uses with equal recipes, recorded together: as exact as each by itself, in any clipping groups.
+"""Small uses with equal makers, recorded together: as exact as each by itself, in any clipping groups.
 
 Failure modes: 4 and 5 test_a_sample_without_a_finite_gradient_is_left_out; 7
 test_a_parameter_used_twice_waits_for_none.

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 from dpshard import PrivacyEngine
 from dpshard.clipping.autograd_nodes import left_out_of_graphs
-from dpshard.errors import UnsupportedParameterError
+from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from tests.grids import chosen, covering, quick
 from tests.networks import Network, sentences
 from tests.oracle import (
@@ -384,6 +384,20 @@ class Switching(nn.Module):
 
     def forward(self, x):
         return (self.second(x) if SWITCH["on"] else self.first(x)).tanh()
+
+
+@pytest.mark.usefixtures("graph_breaks")
+@pytest.mark.parametrize("engine_of_compiled", [True, False])
+def test_compiled_autograd_is_refused(engine_of_compiled):
+    """It would leave out the nodes that clip."""
+    model = nn.Linear(3, 2)
+    compiled = torch.compile(model, backend="aot_eager")
+    noise_free_engine(compiled if engine_of_compiled else model, batch_size=B, steps=2)
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(ConfigurationError, match=r"compiled_autograd is on.*Set it to False"),
+    ):
+        compiled(torch.ones(B, 3))
 
 
 @pytest.mark.filterwarnings("ignore:No gradient reached")

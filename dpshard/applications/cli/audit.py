@@ -68,9 +68,11 @@ def command(
 ) -> None:
     """Attack a training configuration, and prove lower bounds on its epsilon, to compare with the accounted one.
 
-    The first attack makes releases nearly without noise. The second repeats steps, with and without an unusual sample.
-    The third, for Poisson sampling, trains on canaries that a coin includes. Exit code 3: an attack proved more than
-    the accounted epsilon. So the model, the loss or the engine is wrong. All settings of `dpshard train` are options.
+    The first attack makes releases nearly without noise. The second repeats
+    steps, with and without an unusual sample. The third, for Poisson sampling,
+    trains on canaries that a coin includes. Exit code 3: an attack proved more
+    than the accounted epsilon. So the model, the loss or the engine is wrong. All
+    settings of `dpshard train` are options.
     """
     settings, folder = chosen(config, flags, run)
     target = as_json or (folder and folder.audit)

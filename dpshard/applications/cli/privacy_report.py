@@ -39,8 +39,9 @@ def command(
 ) -> None:
     """Write the privacy report of a run: a page for everybody, the technical part, and a place to sign.
 
-    The report is one HTML file without external links, for a browser or a printer. It includes the
-    bounds of `dpshard audit RUN`, if you ran that before.
+    The report is one HTML file without external links, for a browser or a
+    printer. It includes the bounds of `dpshard audit RUN`, if you ran that
+    before.
     """
     folder = RunFolder.open(run)
     if (run / "plan.json").exists():

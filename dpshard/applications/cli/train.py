@@ -37,9 +37,12 @@ def command(
 ) -> None:
     """Train a model with differential privacy, by default a classifier of handwritten digits.
 
-    The run folder holds settings, metrics, checkpoints, plots, and the weights (model.pt). Its report has the accuracy
-    and the exact privacy guarantee. Ctrl-C saves and stops. --resume continues, also after a crash. Steps that are
-    repeated exactly cost nothing more. On other processes they count again, and the report says so.
+    The run folder holds settings, metrics, checkpoints, plots, and the weights
+    (model.pt). Its report has the accuracy and the exact privacy guarantee.
+
+    Ctrl-C saves and stops. --resume continues, also after a crash. Steps that
+    are repeated exactly cost nothing more. On other processes they count again,
+    and the report says so.
     """
     if resume is not None and out is not None:
         raise ConfigurationError("--resume continues in the run folder: leave --out out.")
@@ -135,7 +138,7 @@ def _train(settings: TrainSettings, folder: RunFolder | None, out: Path | None, 
         verb = f"Resuming after step {engine.step} of" if resumed else "Training for"
         where = f"{run.device.type}" if ranks.alone else f"{ranks.size} x {run.device.type}, {settings.shard}"
         what = f"{engine.steps} steps on {engine.mechanism.sample_size} samples ({where})"
-        console.out.print(f"{verb} {what}: sigma = {engine.noise_multiplier:.4g}, run folder {folder.path}")
+        console.out.print(f"{verb} {what}: sigma = {engine.noise_multiplier:.6g}, run folder {folder.path}")
         if not run.train(folder, checkpoints, console.out):
             spent = f"step {engine.step} of {engine.steps}, epsilon = {rounded_up(engine.epsilon())} is spent"
             console.out.print(f"Stopped after {spent}. Resume with: dpshard train --resume {folder.path}")

@@ -36,9 +36,10 @@ def command(
 ) -> None:
     """Search settings with differential privacy: the best of a random, secret number of trials.
 
-    --target-epsilon is the budget of the whole search; each trial gets the noise for it. The folder
-    holds the weights of the best trial (model.pt) and a report with the guarantee. The trials are
-    removed: their number, scores and other weights are not covered. --resume continues.
+    --target-epsilon is the budget of the whole search; each trial gets the noise
+    for it. The folder holds the weights of the best trial (model.pt) and a report
+    with the guarantee. The trials are removed: their number, scores and other
+    weights are not covered. --resume continues.
     """
     given = {name: value for name, value in flags.items() if value is not None}
     if resume is not None and (search or out or config or given):

@@ -1,7 +1,7 @@
 """The 1F1B schedule.
 
-A stage runs as many forwards as there are stages from it to the last. Backwards and forwards in turn follow, then the
-other backwards. A transfer begins when the sender has computed and the receiver is free.
+A stage first runs one forward for each stage from itself to the last. Then it alternates backwards and forwards, and
+ends with the remaining backwards. A transfer begins when the sender has its result and the receiver is free.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from dpshard.applications.planner.stage_simulation import BACKWARD, FORWARD, SUMS, UPDATE, StageCounts
 
 Step = tuple[str, int]
+"""FORWARD or BACKWARD, and the index of the micro-batch."""
 
 
 def order_of(stage: int, stages: int, parts: int) -> list[Step]:
-    """Return what a stage runs."""
+    """Return the forwards and backwards of a stage, in order."""
     ahead = min(parts, stages - stage)
     order: list[Step] = [(FORWARD, i) for i in range(ahead)]
     for i in range(parts):
@@ -27,7 +28,7 @@ def order_of(stage: int, stages: int, parts: int) -> list[Step]:
 
 @dataclass(frozen=True, slots=True)
 class Walk:
-    """When stages end."""
+    """The times at which stages end their work."""
 
     ends: tuple[float, ...]
     last_backwards: tuple[float, ...]
@@ -62,7 +63,7 @@ def walk(forward: Sequence[float], backward: Sequence[float], hops: Sequence[flo
 
 
 def peak_of(counts: StageCounts, order: Sequence[Step], parts: int) -> int:
-    """Return the most bytes of a stage."""
+    """Return the peak memory of a stage in bytes."""
     flying = ended = most = 0
     for kind, _ in order:
         flying += kind == FORWARD

@@ -1,11 +1,13 @@
 """The command line as such."""
 
+import inspect
 import subprocess
 import sys
 
 import pytest
 
 from dpshard import __version__
+from dpshard.applications.cli import app
 from dpshard.applications.cli.formats import to_json
 
 
@@ -42,6 +44,13 @@ def test_help_names_every_option_of_train(dpshard):
     output = dpshard("train", "--help").stdout
     for option in ("--target-epsilon", "--noise-multiplier", "--resume", "--config", "--out", "--clipping-style"):
         assert option in output
+
+
+@pytest.mark.parametrize("command", [info.callback for info in app.registered_commands], ids=lambda c: c.__module__)
+def test_help_wraps_once_on_a_screen_of_80(command):
+    """Typer keeps the line breaks of later paragraphs."""
+    paragraphs = [paragraph.splitlines() for paragraph in inspect.getdoc(command).split("\n\n")[1:]]
+    assert all(len(line) <= 78 for lines in paragraphs if len(lines) > 1 for line in lines)
 
 
 def test_help_keeps_brackets(dpshard):
