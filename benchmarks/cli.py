@@ -448,7 +448,7 @@ def fixed_cost(
     out: Out = results_files.FOLDER,
     tiny: Tiny = False,
 ) -> None:
-    """Measure what a private step costs where arithmetic is nothing: 24 blocks of width 32, on one thread."""
+    """Measure what a private step costs where arithmetic is nothing: equal blocks of width 32, on one thread."""
     from benchmarks import fixed_cost as fixed
 
     programs, styles = program or list(fixed.PROGRAMS), style or list(fixed.STYLES)

@@ -80,7 +80,7 @@ def run(
             say(f"{part.name}: has results, skipped")
             continue
         if end - time.monotonic() < 60 * part.minutes:
-            say(f"{part.name}: left for the next run, because it may take {part.minutes:g} minutes")
+            say(f"{part.name}: left for the next run, because it may take {part.minutes:g} minutes, and fewer are left")
             continue
         say(f"{part.name}: at most {part.minutes:g} minutes")
         where = ["--device", device, "--out", str(folder), *(["--tiny"] if tiny else [])]

@@ -229,7 +229,7 @@ def fixed_cost(result: Figures) -> str:
             [
                 f"{step['program']}, {step['style']}", f"{1e3 * step['seconds']['median']:,.1f}",
                 f"{step['ratio']['median']:.2f}", f"{step['ratio']['low']:.2f}–{step['ratio']['high']:.2f}",
-                *("" if key not in step else f"{step[key]:,}" for key in ("calls", "operators", "reads")),
+                *("–" if key not in step else f"{step[key]:,}" for key in ("calls", "operators", "reads")),
             ]
             for step in one["steps"]
         ]  # fmt: skip

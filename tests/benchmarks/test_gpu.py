@@ -114,7 +114,7 @@ def test_no_part_begins_that_may_take_longer_than_is_left(tmp_path):
     parts, said = [gpu.Part("long", ("never",), 4.6), gpu.SELF_TEST], []
     assert gpu.run(parts, tmp_path, device="cpu", tiny=True, say=said.append, minutes=4.5) == {}
     assert said == [
-        "long: left for the next run, because it may take 4.6 minutes",
+        "long: left for the next run, because it may take 4.6 minutes, and fewer are left",
         "kernels: at most 4 minutes",
     ]
 
