@@ -53,7 +53,7 @@ class Sharding(ABC):
         """Names by parameter, also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
         self._walk, self._outer_walk = KeptWalk(core), KeptWalk(outermost)
-        self._versions: dict[str, int] = {}  # of whole parameters, before the first gradient of a logical batch
+        self._versions: dict[str, int] = {}  # before the first gradient of a logical batch
         self._trained: list[bool] | None = None  # `requires_grad` of all parameters at the last passed check
         self.anchored: Mapping[str, Tensor] = self.parameters
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -145,8 +145,8 @@ class Sharding(ABC):
             )
 
     def note_versions(self) -> None:
-        """Store torch's count of writes to each whole parameter."""
-        self._versions = {name: p._version for name, p in self.parameters.items() if type(p) is nn.Parameter}
+        """Store torch's count of writes to each parameter. It leaves out writes by torch._foreach_* to shards."""
+        self._versions = {name: p._version for name, p in self.parameters.items()}
 
     def written(self) -> str | None:
         """Return the name of a parameter that was written since `note_versions`, if any."""

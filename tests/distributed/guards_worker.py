@@ -6,7 +6,7 @@ the parameters have moved].
 
 import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -51,14 +51,22 @@ def engine_of(model: nn.Module, **changes: Any) -> PrivacyEngine:
     return PrivacyEngine(model, **(settings | changes))
 
 
+@torch.no_grad()
+def write(parameters: Iterable[nn.Parameter]) -> None:
+    """Write as an update by hand does, without a change of values."""
+    for p in parameters:
+        p.sub_(p.grad, alpha=0.0)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "clipped": lambda model: nn.utils.clip_grad_norm_(model.parameters(), 1e-3),
     "scaled": lambda model: [p.grad.mul_(2) for p in model.parameters()],
     "scaled-data": lambda model: [p.grad.data.mul_(2) for p in model.parameters()],
     "zeroed-unsynced": lambda model: model.zero_grad(),
     "idle-scaled": lambda model: [p.grad.mul_(2) for p in model.head.parameters()],
+    "written": lambda model: write(model.parameters()),
 }
-"""What a script does to gradients between two micro-batches."""
+"""What a script does between two micro-batches."""
 
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
