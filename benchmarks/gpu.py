@@ -157,7 +157,7 @@ def write(out: Path, failures: dict[str, str], device: str = "cuda") -> Path:
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "gpu.json", to_json(figures, 1).encode())
     lines = [f"- {name} failed: {' '.join(why.split())}" for name, why in failures.items()]
-    left = [part.name for part in PARTS if part.name not in failures and not any(_rows_of(out / part.name))]
+    left = [part.name for part in PARTS if part.name not in {*failures, *(row[0] for row in table)}]
     if left:
         lines.append(f"- not measured yet: {', '.join(left)}")
     title = "# On one GPU" if device == "cuda" else "# A trial on the CPU"
