@@ -450,7 +450,7 @@ class PrivacyEngine:
         self._samples.load_state_dict(order)
         visited = self._budget.load_state_dict(account)
         self._secret = secret
-        self._collector.restart()
+        self._collector.begin_anew()
         self._facts.know_data(saved_facts, secret)
         if released is not None:
             self._facts.forget()

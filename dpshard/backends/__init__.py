@@ -25,10 +25,11 @@ from dpshard.backends.model_parallel import (
     require_one_training,
 )
 from dpshard.backends.model_parts import DeclaredParts
+from dpshard.backends.sharding import updated_early
 from dpshard.backends.stages import are_stages
 from dpshard.errors import ConfigurationError
 
-__all__ = ["Backend", "choose", "processes", "refuse_later_group", "require_one_training"]
+__all__ = ["Backend", "choose", "processes", "refuse_later_group", "require_one_training", "updated_early"]
 
 
 def choose(model: nn.Module, model_parallel_group: Any = None, model_parallel_parts: Any = None) -> Backend:

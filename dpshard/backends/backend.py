@@ -87,12 +87,12 @@ class Backend:
 
         `broken`: the logical batch is broken on this rank. `doubts_F`: its further objections, int64, 0 for none.
         `digest` returns its shards' contribution to the digest, int64 [L]. Returns `broken` and the largest doubts of
-        all ranks; and the digest, or [] with objections. Raise LogicalBatchError, on all ranks, if a sum was changed
-        after backward, or if ranks gathered different parameters.
+        all ranks; and the digest, or [] with objections. Raise LogicalBatchError, on all ranks, if a sum or a parameter
+        changed after backward. Also raise it if ranks gathered different parameters.
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
-        fault = None if broken else self.reduction.fault()
+        fault = None if broken else self.reduction.fault() or self.sharding.updated()
         flags = doubts_F.new_zeros(4)
         if fault is not None or broken:
             flags[int(broken)] = 1

@@ -20,7 +20,7 @@ from dpshard.backends.grid import Grid
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
-from dpshard.errors import ConfigurationError, UnsupportedParameterError
+from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, KeptWalk, canonical_name, is_compiled
 from dpshard.records import WIDE
 
@@ -152,6 +152,15 @@ class Sharding(ABC):
         """Return the name of a parameter that was written since `note_versions`, if any."""
         versions = self._versions.items()
         return next((name for name, version in versions if self.parameters[name]._version != version), None)
+
+    def updated(self) -> LogicalBatchError | None:
+        """Return the error if this rank wrote a parameter since `note_versions`, unless it wrote zeros."""
+        for name, version in self._versions.items():
+            parameter = self.parameters[name]
+            # Zeros hold nothing of a clipped sum.
+            if parameter._version != version and bool(self.local(parameter.detach()).any()):
+                return LogicalBatchError(updated_early(name))
+        return None
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
@@ -353,6 +362,15 @@ class Unsharded(Sharding):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return `x`: data ranks have equal shards."""
         return x
+
+
+def updated_early(name: str) -> str:
+    """Say why no parameter may change before the release."""
+    return (
+        f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
+        f"engine.privatize() first. If this was one, it used clipped sums without noise, and the weights are not "
+        f"private: return to weights from before it. Other writes belong between a step and the next forward."
+    )
 
 
 def _require_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

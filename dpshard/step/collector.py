@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dpshard.backends import Backend, processes, refuse_later_group
+from dpshard.backends import Backend, processes, refuse_later_group, updated_early
 from dpshard.clipping.functions import ClippingFunction
 from dpshard.clipping.groups import ClippingGroup
 from dpshard.clipping.metrics import BatchMetrics
@@ -142,8 +142,8 @@ class Collector:
             self._backend.sharding.refuse_changed_parameters()
             self._backend.sharding.note_versions()
         elif written := self._backend.sharding.written():
-            self._begin_anew()
-            raise LogicalBatchError(refusals.updated_early(written))
+            self.begin_anew()
+            raise LogicalBatchError(updated_early(written))
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
         scale = float(batch_size) if self._mean else 1.0 / self._rows_per_unit
         micro, packed, owners, is_padding_B = self._micro, self.packed, None, None
@@ -228,7 +228,7 @@ class Collector:
         if self.state is BatchState.CLOSED:
             raise LogicalBatchError(refusals.DETACHED)
         feed = Feed(loaded)
-        self._begin_anew(feed)  # an abandoned logical batch must not count twice
+        self.begin_anew(feed)  # an abandoned logical batch must not count twice
         try:
             while (plan := feed.peek()) is not None:
                 if self._loop is not feed or plan.step != next_step():
@@ -245,7 +245,7 @@ class Collector:
             if self._loop is feed:
                 self._loop = None
                 if self.batch is not None and not self.batch.complete:
-                    self._begin_anew()  # a part of a Poisson sample is not a Poisson sample
+                    self.begin_anew()  # a part of a Poisson sample is not a Poisson sample
                 # Otherwise optimizer.step() may follow the loop.
 
     def evaluate(self, closure: Callable[[], Any]) -> Any:
@@ -253,7 +253,7 @@ class Collector:
         latest = self._own[-1:] if self.state is BatchState.COLLECTING else []
         value = closure()
         if latest and self._own[-1:] != latest:
-            self._begin_anew()
+            self.begin_anew()
             raise LogicalBatchError(refusals.BACKWARD_BEFORE_CLOSURE)
         return value
 
@@ -274,6 +274,7 @@ class Collector:
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
+            self._backend.sharding.note_versions()  # no sums: any write is honest
             if self.batch is None:
                 return False  # a step before any backward
         return True
@@ -289,7 +290,7 @@ class Collector:
         if broken:
             self._refuse(unfinished)
         if self.batch is None and any(doubts):
-            self._begin_anew()  # all rows must come again
+            self.begin_anew()  # all rows must come again
         Doubts.refuse(doubts)
         self.clipper.abort()
         return sums
@@ -311,7 +312,7 @@ class Collector:
     def _refuse(self, unfinished: Sequence[tuple[MicroBatch | None, str, bool]]) -> None:
         micro, why = unfinished[0][:2] if unfinished else (None, "on another rank")
         if self.batch is None:
-            self._begin_anew()  # all rows must come again
+            self.begin_anew()  # all rows must come again
         raise LogicalBatchError(refusals.not_whole(self.batch, micro, why))
 
     def _own_doubts(self) -> Tensor:
@@ -339,7 +340,7 @@ class Collector:
             yield
         except BaseException:
             if self.batch is None and counted():
-                self._begin_anew()
+                self.begin_anew()
             raise
 
     def end_release(self) -> BatchMetrics:
@@ -388,16 +389,13 @@ class Collector:
                 "batch, and look at them before the optimizer's step."
             )
 
-    def restart(self) -> None:
-        """Restart after another state was loaded."""
-        self._begin_anew()
-
     def close(self) -> None:
         """Drop all sums, and refuse later ones."""
-        self._begin_anew()
+        self.begin_anew()
         self.state = BatchState.CLOSED
 
-    def _begin_anew(self, loop: Feed | None = None) -> None:
+    def begin_anew(self, loop: Feed | None = None) -> None:
+        """Drop the logical batch and its sums; `loop` brings the next ones."""
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
         self._own.clear()

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from torch import nn
 
+from dpshard.backends import updated_early
 from dpshard.config import SamplingName
 from dpshard.errors import EngineInUseError, LogicalBatchError
 from dpshard.step.logical_batch import BatchState, LogicalBatch, MicroBatch
@@ -124,15 +125,6 @@ def failed_release(batch: LogicalBatch, step: int) -> str:
     return (
         f"The release of step {batch.step} failed after it was counted, and its batch must not get the noise of step "
         f"{step}. Leave the loop and call engine.batches(...) again: it resumes at step {step}."
-    )
-
-
-def updated_early(name: str) -> str:
-    """Say why no parameter may change before the release."""
-    return (
-        f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
-        f"engine.privatize() first. If this was one, it used clipped sums without noise, and the weights are not "
-        f"private: return to weights from before it. Other writes belong between a step and the next forward."
     )
 
 

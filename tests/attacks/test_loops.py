@@ -292,6 +292,35 @@ def test_an_update_by_hand_at_the_end_of_a_logical_batch_is_refused():
     assert "engine.privatize() first. If this was one" in message
 
 
+@pytest.mark.parametrize("end", ["privatize", "step"])
+def test_an_update_by_hand_just_before_the_noise_is_refused(end):
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, micro_batch_size=B):
+            for x, y in logical_batch:
+                loss_of(model, x, y).backward()
+            update_by_hand(model)
+            engine.privatize() if end == "privatize" else optimizer.step()
+            optimizer.zero_grad()
+
+    message = is_refused(build, loop, dataset())
+    assert message is not None
+    assert "0.weight was written after backward()" in message
+
+
+def test_zeros_written_just_before_the_noise_train():
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, micro_batch_size=B):
+            for x, y in logical_batch:
+                loss_of(model, x, y).backward()
+            with torch.no_grad():
+                for p in model.parameters():
+                    p.zero_()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert is_refused(build, loop, dataset()) is None
+
+
 def test_an_update_by_hand_after_the_noise_trains():
     def loop(model, engine, optimizer, data):
         for logical_batch in engine.batches(data, micro_batch_size=B):

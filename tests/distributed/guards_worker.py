@@ -65,8 +65,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "zeroed-unsynced": lambda model: model.zero_grad(),
     "idle-scaled": lambda model: [p.grad.mul_(2) for p in model.head.parameters()],
     "written": lambda model: write(model.parameters()),
+    "written-last": lambda model: write(model.parameters()),
 }
-"""What a script does between two micro-batches."""
+"""What a script does between two micro-batches, or after the last one."""
 
 
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
@@ -95,7 +96,7 @@ def train(model: nn.Module, engine: PrivacyEngine, case: str = "") -> None:
                     late = loss
                 else:
                     loss.backward()
-                if case in CHANGES and i == 0:
+                if case in CHANGES and i == case.endswith("-last"):
                     CHANGES[case](core)
             if late is not None:
                 late.backward()

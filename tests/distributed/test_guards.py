@@ -20,6 +20,8 @@ REFUSED = {
     "ddp:idle-scaled": ("LogicalBatchError", "head.weight was changed"),
     "ddp:written": ("LogicalBatchError", "was written after backward()"),
     "fsdp2:written": ("LogicalBatchError", "was written after backward()"),
+    "ddp:written-last": ("LogicalBatchError", "was written after backward()"),
+    "fsdp2:written-last": ("LogicalBatchError", "was written after backward()"),
     "fsdp1:": ("ConfigurationError", "Use FSDP2"),
     "fsdp2:clipped": ("LogicalBatchError", "weight was changed"),
     "fsdp2:scaled": ("LogicalBatchError", "weight was changed"),
