@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -28,6 +29,9 @@ from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, M
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
 from dpshard.step.spread import RowWatch, row_watches
+
+_looping: set[Collector] = set()
+"""Collectors of this process whose `batches` are iterated."""
 
 
 class Collector:
@@ -176,6 +180,8 @@ class Collector:
     def _require_own_loop(self, module: nn.Module) -> None:
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(refusals.BETWEEN_BATCHES)
+        if _looping and self._within_other_loop():
+            raise LogicalBatchError(refusals.OTHER_ENGINE)
         parts = self._backend.sharding.parts
         if parts is not None and parts.in_terms:
             raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
@@ -184,6 +190,13 @@ class Collector:
             warnings.warn(refusals.OWN_LOOP, stacklevel=2)
         if module is not self._backend.sharding.outermost:
             raise LogicalBatchError(refusals.part_called(module))
+
+    @staticmethod
+    def _within_other_loop() -> bool:
+        def found() -> bool:
+            return any(other.batch is not None and other.batch.micro is not None for other in _looping)
+
+        return found() and gc.collect() >= 0 and found()  # a loop that an error has ended may still hold its batch
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
         """Take an anchor's clipped sums; return one gradient per parameter for autograd."""
@@ -244,6 +257,7 @@ class Collector:
         finally:
             if self._loop is feed:
                 self._loop = None
+                _looping.discard(self)
                 if self.batch is not None and not self.batch.complete:
                     self._begin_anew()  # a part of a Poisson sample is not a Poisson sample
                 # Otherwise optimizer.step() may follow the loop.
@@ -400,6 +414,7 @@ class Collector:
     def _begin_anew(self, loop: Feed | None = None) -> None:
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
+        (_looping.discard if loop is None else _looping.add)(self)
         self._own.clear()
         if self._fed is not None:
             self._fed.clear()

@@ -27,6 +27,12 @@ BETWEEN_BATCHES = (
     "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
     "model.eval().requires_grad_(False), and undo both afterwards."
 )
+OTHER_ENGINE = (
+    "The model was called within a micro-batch of another engine. This engine does not know which rows are padding, so "
+    "a sample would count once for each copy. For models that train on the same batches, make one engine for one "
+    "module whose forward calls them all; clipping_style=[[...], [...]] gives each a threshold of its own. Otherwise "
+    "iterate over batches of this engine, after the micro-batches of the other."
+)
 HANDED_OUT = (
     "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be counted. "
     "Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
