@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +24,11 @@ from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
-from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.logical_batch import TICKS, BatchState, Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.other_loops import LOOPING, refuse_other_loop
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
 from dpshard.step.spread import RowWatch, row_watches
-
-_looping: set[Collector] = set()
-"""Collectors of this process whose `batches` are iterated."""
 
 
 class Collector:
@@ -72,7 +69,7 @@ class Collector:
         self._own: list[Tape] = []  # since the last release
         self._silence = Silence()
         self._begin_doubts()
-        self._own_loop_warned = False
+        self._own_loop_warned, self._tick = False, next(TICKS)
         self._first_gradients = FirstGradients(sharding.parameters, [name for name, *_ in sharding.everywhere])
         self._process, self._processes = os.getpid(), processes()
         self._completed: BatchMetrics | None = None
@@ -180,8 +177,8 @@ class Collector:
     def _require_own_loop(self, module: nn.Module) -> None:
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(refusals.BETWEEN_BATCHES)
-        if _looping and self._within_other_loop():
-            raise LogicalBatchError(refusals.OTHER_ENGINE)
+        if LOOPING:
+            refuse_other_loop(self._tick)
         parts = self._backend.sharding.parts
         if parts is not None and parts.in_terms:
             raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
@@ -190,13 +187,6 @@ class Collector:
             warnings.warn(refusals.OWN_LOOP, stacklevel=2)
         if module is not self._backend.sharding.outermost:
             raise LogicalBatchError(refusals.part_called(module))
-
-    @staticmethod
-    def _within_other_loop() -> bool:
-        def found() -> bool:
-            return any(other.batch is not None and other.batch.micro is not None for other in _looping)
-
-        return found() and gc.collect() >= 0 and found()  # a loop that an error has ended may still hold its batch
 
     def deliver(self, sums: ClippedSums) -> Sequence[Tensor | None]:
         """Take an anchor's clipped sums; return one gradient per parameter for autograd."""
@@ -257,7 +247,7 @@ class Collector:
         finally:
             if self._loop is feed:
                 self._loop = None
-                _looping.discard(self)
+                LOOPING.discard(self)
                 if self.batch is not None and not self.batch.complete:
                     self._begin_anew()  # a part of a Poisson sample is not a Poisson sample
                 # Otherwise optimizer.step() may follow the loop.
@@ -389,18 +379,12 @@ class Collector:
             raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would get the loaded step's noise.
         if self.state is BatchState.COLLECTING or self.batch is not None:
-            raise LogicalBatchError(
-                "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
-                "or after optimizer.step(), and leave that loop."
-            )
+            raise LogicalBatchError(refusals.LOADED_WITHIN)
 
     def require_private(self) -> None:
         """Raise LogicalBatchError unless the gradients are private."""
         if self.state is not BatchState.PRIVATIZED:
-            raise LogicalBatchError(
-                "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical "
-                "batch, and look at them before the optimizer's step."
-            )
+            raise LogicalBatchError(refusals.NOT_PRIVATE)
 
     def restart(self) -> None:
         """Restart after another state was loaded."""
@@ -414,7 +398,7 @@ class Collector:
     def _begin_anew(self, loop: Feed | None = None) -> None:
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
-        (_looping.discard if loop is None else _looping.add)(self)
+        (LOOPING.discard if loop is None else LOOPING.add)(self)
         self._own.clear()
         if self._fed is not None:
             self._fed.clear()

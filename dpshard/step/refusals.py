@@ -33,6 +33,14 @@ OTHER_ENGINE = (
     "module whose forward calls them all; clipping_style=[[...], [...]] gives each a threshold of its own. Otherwise "
     "iterate over batches of this engine, after the micro-batches of the other."
 )
+LOADED_WITHIN = (
+    "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), or after "
+    "optimizer.step(), and leave that loop."
+)
+NOT_PRIVATE = (
+    "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical batch, and look "
+    "at them before the optimizer's step."
+)
 HANDED_OUT = (
     "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be counted. "
     "Call loss.backward(), then engine.privatize(), and read the gradients from .grad."
