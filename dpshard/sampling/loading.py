@@ -45,6 +45,11 @@ def load(
     """
     require_dataset(dataset, sample_size)
     if packed:
+        if isinstance(dataset, KeyedUnits):
+            raise DataError(
+                f"packing= takes each document for a sample, and {type(dataset).__name__} holds units of rows. "
+                f"Pass the documents, or leave packing out."
+            )
         dataset, collate_fn = PlacedDocuments(dataset), collate_packed
     elif type(dataset) is TensorDataset and collate_fn is None:
         dataset = _TensorRows(dataset) if rows_per_unit == 1 else UnitTensors(dataset, rows_per_unit)

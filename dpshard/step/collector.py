@@ -24,7 +24,8 @@ from dpshard.records import Owners
 from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
-from dpshard.step.logical_batch import BatchState, Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.logical_batch import TICKS, BatchState, Feed, Loaded, LogicalBatch, MicroBatch
+from dpshard.step.other_loops import LOOPING, refuse_other_loop
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
 from dpshard.step.spread import RowWatch, row_watches
@@ -68,7 +69,7 @@ class Collector:
         self._own: list[Tape] = []  # since the last release
         self._silence = Silence()
         self._begin_doubts()
-        self._own_loop_warned = False
+        self._own_loop_warned, self._tick = False, next(TICKS)
         self._first_gradients = FirstGradients(sharding.parameters, [name for name, *_ in sharding.everywhere])
         self._process, self._processes = os.getpid(), processes()
         self._completed: BatchMetrics | None = None
@@ -176,6 +177,8 @@ class Collector:
     def _require_own_loop(self, module: nn.Module) -> None:
         if self.batch is not None or self._loop is not None:
             raise LogicalBatchError(refusals.BETWEEN_BATCHES)
+        if LOOPING:
+            refuse_other_loop(self._tick)
         parts = self._backend.sharding.parts
         if parts is not None and parts.in_terms:
             raise LogicalBatchError(refusals.OWN_LOOP_IN_TERMS)
@@ -244,6 +247,7 @@ class Collector:
         finally:
             if self._loop is feed:
                 self._loop = None
+                LOOPING.discard(self)
                 if self.batch is not None and not self.batch.complete:
                     self.begin_anew()  # a part of a Poisson sample is not a Poisson sample
                 # Otherwise optimizer.step() may follow the loop.
@@ -376,18 +380,12 @@ class Collector:
             raise LogicalBatchError(refusals.DETACHED)
         # Also before its first backward: its samples would get the loaded step's noise.
         if self.state is BatchState.COLLECTING or self.batch is not None:
-            raise LogicalBatchError(
-                "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), "
-                "or after optimizer.step(), and leave that loop."
-            )
+            raise LogicalBatchError(refusals.LOADED_WITHIN)
 
     def require_private(self) -> None:
         """Raise LogicalBatchError unless the gradients are private."""
         if self.state is not BatchState.PRIVATIZED:
-            raise LogicalBatchError(
-                "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical "
-                "batch, and look at them before the optimizer's step."
-            )
+            raise LogicalBatchError(refusals.NOT_PRIVATE)
 
     def close(self) -> None:
         """Drop all sums, and refuse later ones."""
@@ -398,6 +396,7 @@ class Collector:
         """Drop the logical batch and its sums; `loop` brings the next ones."""
         self.clipper.epoch += 1
         self._loop, self.batch = loop, None
+        (LOOPING.discard if loop is None else LOOPING.add)(self)
         self._own.clear()
         if self._fed is not None:
             self._fed.clear()

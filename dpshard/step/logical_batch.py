@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -43,6 +44,9 @@ class BatchState(Enum):
 
 Loaded = Iterator[tuple[MicroBatchPlan, Any]]
 
+TICKS = itertools.count()
+"""Order in time of engines and micro-batches of this process."""
+
 
 class Feed:
     """The one consumer of loaded micro-batches: loops peek, logical batches take."""
@@ -80,6 +84,7 @@ class MicroBatch:
     together: Together | None = None
     """The inputs of all parts."""
     index: int = 0
+    tick: int = field(default_factory=TICKS.__next__)
 
     def identity(self, doubts: Doubts, *, mean: bool) -> RowIdentity:
         """Return the check of its rows."""

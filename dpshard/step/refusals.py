@@ -28,6 +28,20 @@ BETWEEN_BATCHES = (
     "torch.no_grad(). To send the gradient of another model through it, as a GAN does, use "
     "model.eval().requires_grad_(False), and undo both afterwards."
 )
+OTHER_ENGINE = (
+    "The model was called within a micro-batch of another engine. This engine does not know which rows are padding, so "
+    "a sample would count once for each copy. For models that train on the same batches, make one engine for one "
+    "module whose forward calls them all; clipping_style=[[...], [...]] gives each a threshold of its own. Otherwise "
+    "iterate over batches of this engine, after the micro-batches of the other."
+)
+LOADED_WITHIN = (
+    "load_state_dict() in the middle of a logical batch: load before the loop over engine.batches(...), or after "
+    "optimizer.step(), and leave that loop."
+)
+NOT_PRIVATE = (
+    "There are no private gradients yet: call engine.privatize() after the micro-batches of a logical batch, and look "
+    "at them before the optimizer's step."
+)
 HANDED_OUT = (
     "torch.autograd.grad(loss, parameters) would hand out clipped sums without noise, and no step would be counted. "
     "Call loss.backward(), then engine.privatize(), and read the gradients from .grad."

@@ -56,14 +56,14 @@ def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bo
         after.append(state.model.changes())
     buffers = {name for name, _ in repeated.replay.parameters.model.named_buffers()}
     for other in range(1, len(kept)):
-        for name in _differing(kept[0], kept[other]):
+        for name in differing(kept[0], kept[other]):
             if name in buffers:
                 raise UnsupportedParameterError(
                     f"{name}: forward writes a function of the samples into this buffer, without noise, and later "
                     f"samples may read it. Put the module in eval mode, or drop its running statistics (BatchNorm: use "
                     f"GroupNorm; InstanceNorm: use track_running_stats=False)."
                 )
-        for name in _differing(after[0], after[other]):
+        for name in differing(after[0], after[other]):
             raise UnsupportedParameterError(
                 f"{name}: forward keeps a function of earlier samples here, without noise, and later samples may "
                 f"read it. Keep nothing of samples between forwards: pass states as inputs and outputs, and count "
@@ -75,7 +75,8 @@ def verify_memory(repeated: RepeatedCall, others: Sequence[Run], *, thorough: bo
     return Counters(frozenset(kept[0]), bool(kept[0]) and not draws and _any_differ(repeated, alone, outputs[0]))
 
 
-def _differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+def differing(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[str]:
+    """Return the paths at which two changed states differ."""
     return [
         name
         for name in sorted(first.keys() | second.keys())

@@ -24,12 +24,13 @@ from dpshard.clipping.tape import Clipper
 from dpshard.errors import BatchLayoutError, ConfigurationError, VerificationError
 from dpshard.interception import AS_DRAWN, HIGH, LOW, Draws, PackedRun, Replay, Run
 from dpshard.randomness import RandomSource, derive_key
+from dpshard.verification.backward_memory import verify_backward_memory
 from dpshard.verification.company import Others, verify_company, verify_other_ranks
 from dpshard.verification.gradients import verify_gradients
 from dpshard.verification.kept import objective_of, rows_kept, statistic_error, statistics_kept
 from dpshard.verification.lengths import verify_lengths
 from dpshard.verification.memory import Counters, others_of, verify_memory
-from dpshard.verification.objectives import Loss, objectives
+from dpshard.verification.objectives import Loss, Objective, objectives
 from dpshard.verification.packed import pick_units, shuffled, verify_packed
 from dpshard.verification.repeated_call import RepeatedCall, RunFailedError, is_compared
 from dpshard.verification.samples import SAMPLES, has_numbers, pick
@@ -180,6 +181,8 @@ class Verifier:
             if gradients:
                 self._compare_gradients(repeated, found, random, thorough=thorough and len(chosen) > 1)
                 self._compare_kept(repeated, statistics, random)
+            if thorough and sharding.parts is None:
+                self._compare_after_backward(repeated, found[-1])
             verify_company(repeated, shapes, random, draws, both=thorough)
             repeated.draws = AS_DRAWN
             if self._watch.lengths_vary and not self._meets(replay, run) and run.rows_per_unit == 1:
@@ -236,6 +239,12 @@ class Verifier:
                     or not self._agrees_in_double(repeated, compare, found)
                 ):
                     raise
+
+    def _compare_after_backward(self, repeated: RepeatedCall, objective: Objective) -> None:
+        repeated.state.rewind(repeated.draws)  # the last forward may have frozen parameters
+        sharding = self._sharding
+        trained = {name: sharding.tensors_of(name) for name, p in sharding.parameters.items() if p.requires_grad}
+        verify_backward_memory(repeated, others_of(repeated)[-1], objective, trained)
 
     def _compare_kept(
         self, repeated: RepeatedCall, statistics: Mapping[str, Tensor], random: np.random.Generator

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
+from dpshard import PrivacyEngine
 from dpshard.errors import EngineInUseError, LogicalBatchError, UnknownLengthError, UnsupportedOptimizerError
 from tests.attacks.oracle import ALLOWED, clipped_sum, influence, is_refused
 from tests.distributed.launch import together
@@ -812,3 +813,64 @@ def test_a_model_with_an_engine_is_not_traced():
         torch.jit.trace(model, torch.zeros(B, D))
 
     assert "detach" in is_refused(build, loop, dataset())
+
+
+# --- two engines ------------------------------------------------------------------------------------------------------
+
+
+class Both(nn.Module):
+    """Two models, of which the second gets what the first returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(D, 4), nn.Linear(4, P)
+
+    def forward(self, x):
+        return self.second(torch.tanh(self.first(x)))
+
+
+def engine_of(model, steps=2):
+    return PrivacyEngine(model, batch_size=N, sample_size=N, steps=steps, noise_multiplier=1.0)
+
+
+@pytest.mark.parametrize("pad", [True, False])
+def test_a_model_within_the_micro_batches_of_another_engine_is_refused(pad):
+    """The second engine took padding for samples: one counted 5.9 times."""
+    model = Both()
+    first, _ = engine_of(model.first), engine_of(model.second)
+    x, _ = next(iter(next(batches := first.batches(dataset(), B, pad=pad))))
+    with pytest.raises(LogicalBatchError, match="within a micro-batch of another engine"):
+        model(x)
+    batches.close()
+
+
+def test_one_engine_for_both_models_is_exact():
+    groups = [["first.weight", "first.bias"], ["second.weight", "second.bias"]]
+    loop = loop_over(lambda model, x, y, _: (20 * loss_of(model, x, y)).backward())
+    assert influence(Both, loop, dataset(), clipping_style=groups) <= ALLOWED
+
+
+@pytest.mark.filterwarnings("ignore:This loop feeds its own batches")
+def test_a_second_engine_trains_beside_and_after_the_loop_of_another():
+    model = Both()
+    first, second = engine_of(model.first), engine_of(model.second, steps=9)
+
+    def step_of_second():
+        model.second(torch.randn(5, 4)).square().mean().backward()
+        second.privatize()
+        model.second.zero_grad()
+
+    for logical_batch in first.batches(dataset(), B):
+        for x, _ in logical_batch:
+            model.first(x).square().mean().backward()
+        step_of_second()
+        first.privatize()
+        model.first.zero_grad()
+    assert (first.step, second.step) == (2, 2)
+    left = engine_of(nn.Linear(D, 1))
+    with contextlib.suppress(RuntimeError):
+        for logical_batch in left.batches(dataset(), B):
+            for _ in logical_batch:
+                raise RuntimeError("within a micro-batch")
+    step_of_second()
+    assert second.step == 3

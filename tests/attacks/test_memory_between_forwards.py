@@ -13,10 +13,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from dpshard import DpshardError, PrivacyEngine
 from dpshard.errors import UnsupportedParameterError
 from tests import oracle
+from tests.attacks.oracle import ALLOWED, influence, is_refused
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:This loop feeds its own batches"),
@@ -171,6 +173,104 @@ def test_a_memory_that_begins_later_is_refused_before_the_release(begin):
             engine.privatize()
             model.zero_grad()
     assert engine.step == begin
+
+
+# --- what a backward pass keeps ---------------------------------------------------------------------------------------
+
+
+class KeepsGradients(nn.Module):
+    """Two linear maps; the gradient between them is handed to `keep(module, gradient)`, and divided by what is kept."""
+
+    def __init__(self, keep, place="hook"):
+        super().__init__()
+        self.first, self.second = nn.Linear(3, D), nn.Linear(D, 2)
+        self.register_buffer("size", torch.zeros(D))
+        self.kept, self.log, self.keep, self.place = 0.0, [], keep, place
+        if place == "module hook":
+            self.second.register_full_backward_hook(lambda _m, inputs, _o: keep(self, inputs[0]))
+
+    def forward(self, x):
+        h = torch.tanh(self.first(x))
+        if self.place == "function":
+            h = Kept.apply(h, self)
+        elif self.place == "hook" and h.requires_grad:
+            h.register_hook(lambda gradient: self.keep(self, gradient))
+        output = self.second(h / (1 + self.size + self.kept))
+        if self.place == "forward" and torch.is_grad_enabled():
+            self.keep(self, h)
+        return output
+
+
+class Kept(torch.autograd.Function):
+    """Hands its gradient to a module."""
+
+    @staticmethod
+    def forward(ctx, h, module):
+        ctx.module = module
+        return h.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.module.keep(ctx.module, gradient)
+        return gradient, None
+
+
+def in_a_buffer(module, gradient):
+    module.size.mul_(0.5).add_(20 * gradient.abs().sum(0))
+
+
+def in_an_attribute(module, gradient):
+    module.kept = 20 * gradient.detach().abs().sum(0)
+
+
+def scales_the_next(module, gradient):
+    """As delayed scaling of gradients of 8 bits does; the next forward does not read it."""
+    before, module.log = module.log, [float(gradient.abs().max())]
+    return gradient / before[0] if before else None
+
+
+def two_micro_batches(model, engine, optimizer, dataset):
+    for logical_batch in engine.batches(dataset, 4):
+        for x, y in logical_batch:
+            (5 * F.cross_entropy(model(x), y)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def labelled(n=8):
+    x = normal(n, 3)
+    x[0] *= 20
+    return TensorDataset(x, torch.arange(n) % 2)
+
+
+@pytest.mark.parametrize(
+    ("keep", "place"),
+    [
+        (in_a_buffer, "hook"),
+        (in_a_buffer, "module hook"),
+        (in_a_buffer, "function"),
+        (in_an_attribute, "hook"),
+        (in_an_attribute, "forward"),
+        (scales_the_next, "hook"),
+    ],
+)
+def test_a_backward_that_remembers_samples_is_refused(keep, place):
+    assert "keeps a function of its samples" in (
+        is_refused(lambda: KeepsGradients(keep, place), two_micro_batches, labelled()) or ""
+    )
+
+
+@pytest.mark.parametrize(("keep", "place"), [(in_an_attribute, "hook"), (scales_the_next, "hook")])
+def test_what_one_sample_counts_if_a_backward_remembers_it(keep, place):
+    found = influence(lambda: KeepsGradients(keep, place), two_micro_batches, labelled(), verify=False)
+    assert found > 1.1
+
+
+def test_a_log_of_gradients_that_nobody_reads_is_exact():
+    def logs(module, gradient):
+        module.log.append(float(gradient.norm()))
+
+    assert influence(lambda: KeepsGradients(logs), two_micro_batches, labelled(), left_out=[0]) <= ALLOWED
 
 
 # --- what writes into parameters --------------------------------------------------------------------------------------

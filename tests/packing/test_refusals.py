@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from dpshard import Packing
+from dpshard import Packing, UnitDataset
 from dpshard.errors import (
     BatchLayoutError,
     ConfigurationError,
@@ -210,6 +210,7 @@ def test_unit_ids_that_are_not_runs_of_one_row(unit_ids, units, match):
         ([{"input_ids": x, "labels": x[1:]} for x in documents()], {}, DataError, "one value per token"),
         (documents(), {"verify": False}, ConfigurationError, "default of verify"),
         (documents(), {"rows_per_unit": 2}, ConfigurationError, "rows_per_unit"),
+        (UnitDataset(documents(), range(8), 1), {}, DataError, "holds units of rows"),
     ],
     ids=[
         "not a packing",
@@ -221,6 +222,7 @@ def test_unit_ids_that_are_not_runs_of_one_row(unit_ids, units, match):
         "unequal",
         "unverified",
         "rows of units",
+        "a data set of units",
     ],
 )
 def test_bad_packing(docs, options, error, match):
