@@ -95,7 +95,7 @@ class RoutedProduct:
         return out.view(n, *self.shape)
 
     def real(self) -> RoutedProduct:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         if not self.rows.is_complex():
             return self
         return replace(
@@ -108,7 +108,7 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
 

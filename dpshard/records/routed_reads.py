@@ -77,11 +77,11 @@ class RoutedReads:
         return self.of(torch.arange(self.batch_size, device=self.ids.device))
 
     def real(self) -> RoutedReads:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         if not self.values.is_complex():
             return self
         return replace(self, values=as_real(self.values).flatten(1), shape=torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> RoutedReads:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         return replace(self, values=zero_rows(self.values, nonfinite_B[self.sample]))

@@ -21,7 +21,7 @@ class Normalization(Protocol):
     """A normalisation. It has a method, because dynamo of torch 2.11 would hash an object that the code calls."""
 
     def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the output for an input, with weight and bias or without."""
+        """Return the output, with weight and bias or without."""
         ...
 
 

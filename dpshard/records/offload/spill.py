@@ -51,7 +51,7 @@ class Offload:
         return self._opened[1]
 
     def bundles_small(self) -> bool:
-        """Return True if small records may wait to be measured together."""
+        """Return True if small records may wait for others."""
         return self._auto  # the memory in use includes them
 
     def wait(self, name: str, record: Record) -> Waiting:
