@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+from dpshard.rules.torch_functions import without_modes
 
 _KEEPS = checkpoint._CachingTorchDispatchMode
 _SELECTS: tuple[type[TorchDispatchMode], ...] = (_KEEPS, checkpoint._CachedTorchDispatchMode)
@@ -25,23 +27,15 @@ def operators_are_watched() -> bool:
     return torch._C._len_torch_dispatch_stack() > 0
 
 
-@contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> AbstractContextManager[None]:
     """Hide operators from selective checkpointing only."""
-    taken: list[Any] = []
-    if operators_are_watched():
-        while any(isinstance(mode, _SELECTS) for mode in _get_current_dispatch_mode_stack()):
-            taken.append(_pop_mode())
-    others = [mode for mode in reversed(taken) if not isinstance(mode, _SELECTS)]
-    for mode in others:
-        _push_mode(mode)
-    try:
-        yield
-    finally:
-        for _ in others:
-            _pop_mode()
-        for mode in reversed(taken):
-            _push_mode(mode)
+    if not operators_are_watched():
+        return nullcontext()
+    return without_modes(_get_current_dispatch_mode_stack, _pop_mode, _push_mode, _selects)
+
+
+def _selects(mode: TorchDispatchMode) -> bool:
+    return isinstance(mode, _SELECTS)
 
 
 class KeptOutputs:

@@ -59,8 +59,18 @@ def _at_most(x: float, dtype: Any) -> float:
     return float(nearest if float(nearest) <= x else np.nextafter(nearest, np.float32(0)))
 
 
+class _Elementwise:
+    __slots__ = ()
+
+    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
+        """Return factors [B] for norms [B]."""
+        return elementwise(self._factor, norm_B, threshold)
+
+    def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
-class AutomaticClipping:
+class AutomaticClipping(_Elementwise):
     """C = R / (|g| + stability): no threshold to tune; Bu et al. 2022, arXiv:2206.07136."""
 
     stability: float = 0.01
@@ -69,10 +79,6 @@ class AutomaticClipping:
     def __post_init__(self) -> None:
         require_positive("stability", self.stability)
 
-    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """Return factors [B] for norms [B]."""
-        return elementwise(self._factor, norm_B, threshold)
-
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
         # The rounded sum is at least the norm, so the guarantee holds. Devices may flush numbers below `tiny` to 0.
         stability = max(self.stability, float(xp.finfo(norm_B.dtype).tiny))
@@ -80,12 +86,8 @@ class AutomaticClipping:
 
 
 @dataclass(frozen=True, slots=True)
-class AbadiClipping:
+class AbadiClipping(_Elementwise):
     """C = min(1, R / |g|): projection onto the ball of radius R; Abadi et al. 2016, arXiv:1607.00133."""
-
-    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """Return factors [B] for norms [B]."""
-        return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
         one, zero = constant(xp, 1, norm_B), constant(xp, 0, norm_B)
@@ -93,7 +95,7 @@ class AbadiClipping:
 
 
 @dataclass(frozen=True, slots=True)
-class GlobalClipping:
+class GlobalClipping(_Elementwise):
     """C = R / Z if |g| <= Z, else 0: drops outliers; Bu et al. 2021, arXiv:2106.07830."""
 
     bound_over_threshold: float = 1.0
@@ -101,10 +103,6 @@ class GlobalClipping:
 
     def __post_init__(self) -> None:
         require_positive("bound_over_threshold", self.bound_over_threshold)
-
-    def factor(self, norm_B: Tensor, threshold: float) -> Tensor:
-        """Return factors [B] for norms [B]."""
-        return elementwise(self._factor, norm_B, threshold)
 
     def _factor(self, xp: Any, norm_B: Any, threshold: float) -> Any:
         inside_B = norm_B <= threshold * self.bound_over_threshold
@@ -125,8 +123,6 @@ class _Guarded:
         return repr(self.function)
 
 
-_BY_ELEMENT = (AutomaticClipping, AbadiClipping, GlobalClipping)
-
 _FUNCTIONS: dict[str, ClippingFunction] = {
     "automatic": AutomaticClipping(),
     "abadi": AbadiClipping(),
@@ -136,7 +132,7 @@ _FUNCTIONS: dict[str, ClippingFunction] = {
 
 def factors(function: ClippingFunction, norm_MB: Tensor, thresholds: Sequence[float]) -> Tensor:
     """Factors [M, B] of M groups."""
-    if isinstance(function, _BY_ELEMENT) and len(set(thresholds)) == 1:
+    if isinstance(function, _Elementwise) and len(set(thresholds)) == 1:
         return function.factor(norm_MB, thresholds[0])
     rows = zip(norm_MB.unbind(), thresholds, strict=True)
     return torch.stack([function.factor(norm_B, threshold) for norm_B, threshold in rows])
@@ -156,7 +152,7 @@ def parse_clipping_fn(clipping_fn: str | ClippingFunction) -> ClippingFunction:
             f"clipping_fn={clipping_fn!r} has no method factor(norm_B, threshold). Choose one of {sorted(_FUNCTIONS)}, "
             f"or pass an instance of a class that has it."
         )
-    if type(clipping_fn) in _BY_ELEMENT:
+    if type(clipping_fn) in (AutomaticClipping, AbadiClipping, GlobalClipping):
         return clipping_fn
     if type(clipping_fn).__repr__ is object.__repr__:
         raise ConfigurationError(

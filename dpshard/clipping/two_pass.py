@@ -7,7 +7,6 @@ numbers, and no hook may write to the gradients that start them. Goodfellow 2015
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -40,8 +39,9 @@ class _Cut(torch.autograd.Function):
             with torch.enable_grad():
                 tape.current = Pass.NORMS
                 written = [seed._version for seed in seeds]
+                gpus = {seed.device.index for seed in seeds if seed.device.type == "cuda"}
                 try:
-                    with tape.kept_outputs.handed_out_again(), _drawn_again(seeds):
+                    with tape.kept_outputs.handed_out_again(), torch.random.fork_rng(devices=[*gpus]):
                         torch.autograd.grad(tensors, tokens, seeds, retain_graph=True, allow_unused=True)
                 except RuntimeError as error:
                     if "use_reentrant" in str(error):
@@ -56,11 +56,6 @@ class _Cut(torch.autograd.Function):
                     raise changed_between_passes()
         ctx.inner = None
         return None, None, None
-
-
-def _drawn_again(seeds: list[Tensor]) -> AbstractContextManager[None]:
-    gpus = {seed.device.index for seed in seeds if seed.device.type == "cuda"}
-    return torch.random.fork_rng(devices=[*gpus])
 
 
 def through_two_passes(forward: Callable[[], Any], tape: Tape) -> Any:

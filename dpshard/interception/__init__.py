@@ -5,7 +5,7 @@ Begin with `forward.py`; docs/architecture.md lists all files. May import `clipp
 
 from dpshard.interception.determinism import AS_DRAWN, HIGH, LOW, Draws
 from dpshard.interception.forward import Interception
-from dpshard.interception.held_objects import access_to, container
+from dpshard.interception.held_objects import GENERATORS, access_to, container
 from dpshard.interception.isolation import IsolatedForward
 from dpshard.interception.kinds import kind_of_object, kind_of_value
 from dpshard.interception.model_state import HOOKS, is_own, parts_of, same, walk, walk_through

@@ -11,12 +11,11 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils import checkpoint
 
-from dpshard.interception.call import Refusal
+from dpshard.interception.call import ForwardContext
 from dpshard.interception.mode import InterceptionMode
-from dpshard.interception.packed import TokenGrid
-from dpshard.interception.protocols import Exchange
 from dpshard.interception.region_facts import facts_of
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
+from dpshard.rules.torch_functions import without_modes
 
 _BEGIN = "_checkpoint_without_reentrant_generator"
 if hasattr(checkpoint, f"{_BEGIN}_impl"):  # torch 2.14
@@ -43,10 +42,7 @@ class Region:
     batch_size: int
     made: list[tuple[Tensor, ...]]
     """Slots of each row of uses; see [Note: Rows of uses]."""
-    refusal: Refusal
-    rows_per_unit: int
-    grid: TokenGrid | None
-    exchange: Exchange | None = None
+    context: ForwardContext
     entered: bool = False
 
     def run(self, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -56,10 +52,7 @@ class Region:
             dict(zip(self.tensors, sources, strict=True)),
             dict(calls),
             PreallocatedSlots(self.batch_size, slots, self.made),
-            self.refusal,
-            self.rows_per_unit,
-            self.grid,
-            self.exchange,
+            self.context,
         )
         self.entered = in_region.on = True
         try:
@@ -113,7 +106,7 @@ class ActiveForward:
         """Leave `mode` while a compiled region runs."""
         before, self.region = self.region, region
         try:
-            with _left(mode):
+            with without_modes(_get_current_function_mode_stack, _pop_mode, _push_mode, lambda other: other is mode):
                 yield
         finally:
             self.region = before
@@ -144,23 +137,3 @@ class ActiveForward:
             yield
         finally:
             self.running, self.mode, self.repeat = before
-
-
-@contextmanager
-def _left(mode: InterceptionMode) -> Iterator[None]:
-    if mode not in _get_current_function_mode_stack():
-        yield
-        return
-    above: list[Any] = []
-    while (top := _pop_mode()) is not mode:
-        above.append(top)
-    for other in reversed(above):
-        _push_mode(other)
-    try:
-        yield
-    finally:
-        for _ in above:
-            _pop_mode()
-        _push_mode(mode)
-        for other in reversed(above):
-            _push_mode(other)

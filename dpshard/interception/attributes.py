@@ -25,8 +25,7 @@ class Attributes:
         self._owners: list[dict[Any, Any]] = []
         self._keys: list[Any] = []
         self._sized: list[dict[Any, Any]] = []
-        self._lists: list[list[Any]] = []
-        self._items: list[list[Any]] = []
+        self._lists: list[tuple[list[Any], list[Any]]] = []  # with copies
         seen: set[int] = set()
         for _, each in modules_of(module):
             modules, buffers = parts_of(each)
@@ -47,8 +46,7 @@ class Attributes:
                 seen.add(id(x))
                 held = x if isinstance(x, dict) else getattr(x, "__dict__", None)
                 if isinstance(x, list):
-                    self._lists.append(x)
-                    self._items.append([*x])
+                    self._lists.append((x, [*x]))
                     held = dict(enumerate(x))  # a copy, to look into the items
                 if isinstance(held, dict) and not callable(x) and not is_foreign(type(x).__module__):
                     self._add(held, [*held], seen, depth + 1)
@@ -60,20 +58,18 @@ class Attributes:
         """Return True if every attribute is the same object as before."""
         if not all(map(is_, self._values, map(dict.get, self._owners, self._keys))):
             return False
-        lists = zip(self._items, self._lists, strict=True)
-        return self._sizes == [*map(len, self._sized)] and all(_alike(items, x) for items, x in lists)
+        return self._sizes == [*map(len, self._sized)] and all(_alike(*pair) for pair in self._lists)
 
     def leave_out_changed(self) -> None:
         """Forget the attributes that have changed since."""
         kept = [*map(is_, self._values, self._now())]
         for name in ("_owners", "_keys", "_values"):
             setattr(self, name, [x for x, same in zip(getattr(self, name), kept, strict=True) if same])
-        lists = [(items, x) for items, x in zip(self._items, self._lists, strict=True) if _alike(items, x)]
-        self._items, self._lists = [items for items, _ in lists], [x for _, x in lists]
+        self._lists = [pair for pair in self._lists if _alike(*pair)]
         same_size = [n == len(x) for n, x in zip(self._sizes, self._sized, strict=True)]
         self._sized = [x for x, same in zip(self._sized, same_size, strict=True) if same]
         self._sizes = [*map(len, self._sized)]
 
 
-def _alike(items: list[Any], x: list[Any]) -> bool:
-    return len(items) == len(x) and all(map(is_, items, x))
+def _alike(x: list[Any], copy: list[Any]) -> bool:
+    return len(x) == len(copy) and all(map(is_, x, copy))

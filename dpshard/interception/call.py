@@ -11,6 +11,7 @@ from torch import Tensor
 from dpshard.clipping.autograd_nodes import hold
 from dpshard.clipping.tape import Use
 from dpshard.interception.batch_dims import CallLayout
+from dpshard.interception.packed import TokenGrid
 from dpshard.interception.placed import is_placed, placed_use
 from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import Exchange
@@ -22,6 +23,17 @@ from dpshard.rules.torch_functions import Function, function_name
 
 Refusal = Callable[..., Exception]
 """(labels of the parameters, function, reason, advise=) -> the error to raise."""
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """Facts that all modes of one forward share."""
+
+    refusal: Refusal
+    rows_per_unit: int = 1
+    grid: TokenGrid | None = None
+    """Rows and tokens of packed rows, else None."""
+    exchange: Exchange | None = None
 
 
 @dataclass(eq=False)
@@ -49,7 +61,7 @@ class InterceptedCall:
         self.output_axis = self.layout.output
 
     def source(self, x: Any) -> Source | None:
-        """Return `x` as a source; None for data, constants and frozen parameters."""
+        """Return `x` as a source, or None."""
         return self.sources.get(x) if isinstance(x, Tensor) else None
 
     def plain(self, x: Any) -> Any:
@@ -64,11 +76,11 @@ class InterceptedCall:
         return None
 
     def hold(self, x: Tensor) -> Tensor:
-        """Return `x` in a form for both a function and its later tap."""
+        """Return `x` for a function and its later tap."""
         return x if type(x) is not Tensor and is_placed(x) else hold(x)
 
     def run(self, planned: Planned, input: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Run and tap the call as planned; equal calls repeat the plan."""
+        """Run and tap the call, and keep the plan."""
         if self.plans is not None:
             self.plans.keep(self.func, self.args, self.kwargs, self.sources, planned, (input, weight, bias))
         output, keep = planned.run(self.hold, input, self.plain(weight), self.plain(bias))
@@ -79,11 +91,11 @@ class InterceptedCall:
         if type(output) is not Tensor and is_placed(output):
             return self._placed_tap(output, keep, sources, build)
         build = build if self.samples is None else self._at_samples(sources, build, self.samples)
-        use = Use(tuple(sources), build, call=self._described() if self.slots.compiled else "")
+        use = Use(tuple(sources), build, call=self._described())
         return self.slots.tap(use, output, keep)
 
     def tap_without_rows(self, output: Tensor) -> Tensor:
-        """Give the sources empty records: this rank has no rows, but norms are exchanged with ranks that have some."""
+        """Give the sources empty records: ranks that have rows exchange norms with this one, which has none."""
         sources = tuple(self.sources[x] for x in self.tensors if x in self.sources)
         count = self._recorded
         return self.slots.tap(
@@ -108,13 +120,13 @@ class InterceptedCall:
                 "ranks. Take nn.RMSNorm instead of one by hand, and leave a bare parameter out of the plan",
                 advise=False,
             )
-        described = self._described() if self.slots.compiled else ""
+        described = self._described()
         use = Use((source,), lambda gradient: [(source, PerSampleGrad(gradient))], copies=True, call=described)
         (copies,) = self.slots.slot(use, x.detach().unsqueeze(0).expand(self._recorded, *x.shape))
         return copies if self.samples is None else copies[self.samples]
 
     def _described(self) -> str:
-        return f"{function_name(self.func)} {self.layout.described}"
+        return f"{function_name(self.func)} {self.layout.described}" if self.slots.compiled else ""
 
     def _at_samples(self, sources: Any, build: Build, sample_N: Tensor) -> Build:
         B = self._recorded

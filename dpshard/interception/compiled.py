@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -102,7 +102,7 @@ class CompiledRegions:
         inputs = tuple([_fact(x, mode.sources) if isinstance(x, Tensor) else _constant(x) for x in leaves])
         devices = {x.device.type for x in leaves if isinstance(x, Tensor)}
         autocast = any(torch.is_autocast_enabled(device) for device in devices)
-        key = (module, tree, inputs, mode.grid, mode.slots.batch_size, autocast)
+        key = (module, tree, inputs, mode.context.grid, mode.slots.batch_size, autocast)
         outer = self._active.mode  # of the whole model; the innermost mode may be that of an enclosing region
         assert outer is not None
         assert outer.rehearsals is not None
@@ -120,16 +120,8 @@ class CompiledRegions:
         if region.copies and not mode.slots.compiled:
             rows = form_rows(self._with_values(region.outside, mode.slots.batch_size), region.places)
         made = mode.slots.region(rows)
-        inner = Region(
-            known.tensors,
-            known.facts,
-            mode.slots.batch_size,
-            made,
-            region.refusal,
-            mode.rows_per_unit,
-            mode.grid,
-            mode.exchange,
-        )
+        context = replace(mode.context, refusal=region.refusal)
+        inner = Region(known.tensors, known.facts, mode.slots.batch_size, made, context)
         with self._active.within(inner, mode), _taken_once_under_checkpoints():
             yield
 
@@ -142,7 +134,7 @@ class CompiledRegions:
             numbering.number(mode.sources[x])
         trained = [mode.sources[x].label for x in first]
         refusal = _renaming(mode.refusal, numbering)
-        rehearsing = InterceptionMode({}, layout, recorder, refusal, mode.rows_per_unit, mode.grid, mode.exchange)
+        rehearsing = InterceptionMode({}, layout, recorder, replace(mode.context, refusal=refusal))
         rehearsing.sources = NumberedSources(numbering, mode.sources)
         attributes = Attributes(module)
         # With gradients, because forward may turn them off for a part. Nothing is saved, because no backward follows.
@@ -180,7 +172,7 @@ class CompiledRegions:
             if not use.copies:
                 return noted
             with torch.no_grad():
-                value = use.sources[0].replay(values)
+                value = use.sources[0].recompute(values)
             value = value.detach().to(noted[0].dtype)
             return (value.unsqueeze(0).expand(batch_size, *value.shape),)
 

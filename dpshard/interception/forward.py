@@ -17,11 +17,11 @@ from dpshard.interception.active import ActiveForward
 from dpshard.interception.batch_dims import Layout
 from dpshard.interception.compiled import CompiledRegions
 from dpshard.interception.isolation import IsolatedForward
-from dpshard.interception.kinds import kind_of_contents, kind_of_run
+from dpshard.interception.kinds import kind_of_contents
 from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
-from dpshard.interception.mode import InterceptionMode, UnknownCall
+from dpshard.interception.mode import UnknownCall
 from dpshard.interception.module_hooks import refuse_hooks, with_recomputed_weights
-from dpshard.interception.packed import PackedRun, plan_packed_run
+from dpshard.interception.packed import plan_packed_run
 from dpshard.interception.parameter_writes import WriteGuard
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.patching import ModulePatcher
@@ -88,7 +88,7 @@ class Interception:
         """Return the call of the model as a Run, after a probe of its batch dimensions."""
         args, kwargs = self.replay.arguments(self._model, args, kwargs)
         run = self._planned(self._model, self.patcher.original(self._model), args, kwargs, None)
-        return run if isinstance(run, PackedRun) else self.layouts.probed(run)[0]
+        return self.layouts.probed(self.layouts.as_read(run))[0]
 
     def _planned(self, module: nn.Module, original: Any, args: Any, kwargs: Any, plan: MicroBatchPlan | None) -> Run:
         packed = self._session.packed
@@ -105,15 +105,10 @@ class Interception:
             if region is not None and not region.entered:
                 return region.run(original, args, kwargs)
             return original(*args, **kwargs)
-        ordinary = active.running or not torch.is_grad_enabled() or not module.training
-        if torch.compiler.is_compiling():
-            if ordinary:  # evaluation, or a pipeline that infers shapes
-                return original(*args, **kwargs)
-            return self._outermost(module, original, compiled, args, kwargs)
-        if torch._C._current_graph_task_id() != -1:
+        if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             return self._recompute(module, original, compiled, args, kwargs)
-        if ordinary:
-            return original(*args, **kwargs)
+        if active.running or not torch.is_grad_enabled() or not module.training:
+            return original(*args, **kwargs)  # evaluation, or a pipeline that infers shapes
         return self._outermost(module, original, compiled, args, kwargs)
 
     def _recompute(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
@@ -176,26 +171,16 @@ class Interception:
         return output
 
     def _prepare(self, run: Run) -> tuple[Run, Layout]:
-        if isinstance(run, PackedRun):
-            contents, kind, layout = kind_of_contents(run), kind_of_run(run), {}
-        else:
-            run = self.layouts.as_read(run)
-            contents = kind_of_contents(run)  # a probe may change them
-            run, key = self.layouts.probed(run)
-            kind, layout = key[0], self.layouts.found[key]
-        self._before_forward(run, (kind, contents))
+        run = self.layouts.as_read(run)
+        contents = kind_of_contents(run)  # a probe may change them
+        run, key = self.layouts.probed(run)
+        self._before_forward(run, (key[0], contents))
         self._parameters.unshard(run.module)
-        return run, layout
+        return run, self.layouts.found[key]
 
     def _record(self, run: Run, call: Callable[[], Any], layout: Layout, tape: Tape) -> Any:
         for _ in range(ATTEMPTS):
-            sources, refusal = self._parameters.trainable(), self._parameters.refusal
-            exchange = self._parameters.exchange
-            grid = run.grid if isinstance(run, PackedRun) else None
-            mode = InterceptionMode(sources, layout, tape, refusal, run.rows_per_unit, grid, exchange)
-            mode.plans = plans = self.layouts.plans(layout, tape.batch_size) if grid is None else None
-            mode.rehearsals = self.layouts.rehearsals_of_packed if plans is None else plans.rehearsals
-            mode.trained = self._parameters.trained
+            mode = self.layouts.mode(run, layout, tape)
             try:
                 with self._active.recorded(mode):
                     return call()

@@ -25,6 +25,15 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.d
 _OPAQUE = (type, ModuleType, nn.Module)
 _LARGE = 1_000
 
+
+def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
+    if state is not None:
+        file.seek(0)
+        file.truncate()
+        file.write(state[1])
+        file.seek(state[0])
+
+
 STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
     torch.Generator: (lambda g: g.get_state(), lambda g, state: g.set_state(state)),
     random.SystemRandom: (lambda _: None, lambda *_: None),
@@ -34,21 +43,11 @@ STATEFUL: dict[type, tuple[Callable[[Any], Any], Callable[[Any, Any], Any]]] = {
         lambda g: g.bit_generator.state,
         lambda g, state: setattr(g.bit_generator, "state", state),
     ),
-    bytearray: (bytes, lambda x, content: x.__setitem__(slice(None), content)),
-    array.array: (lambda x: x[:], lambda x, content: x.__setitem__(slice(None), content)),
-    io.BytesIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
-    io.StringIO: (lambda f: None if f.closed else (f.tell(), f.getvalue()), lambda f, x: _write_file(f, x)),
+    **dict.fromkeys((bytearray, array.array), (lambda x: x[:], lambda x, content: x.__setitem__(slice(None), content))),
+    **dict.fromkeys((io.BytesIO, io.StringIO), (lambda f: None if f.closed else (f.tell(), f.getvalue()), _write_file)),
 }
 """Functions that read and set the state of these types."""
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator)
-
-
-def _write_file(file: Any, state: tuple[int, Any] | None) -> None:
-    if state is not None:
-        file.seek(0)
-        file.truncate()
-        file.write(state[1])
-        file.seek(state[0])
 
 
 class Container:

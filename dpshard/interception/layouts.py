@@ -19,13 +19,16 @@ from torch.utils import _pytree as pytree
 
 from dpshard.errors import BatchLayoutError, DpshardError, UnsupportedParameterError
 from dpshard.interception.batch_dims import Layout, find_layout, merge
+from dpshard.interception.call import ForwardContext
 from dpshard.interception.isolation import Isolate
 from dpshard.interception.kinds import kind_of_run, sizes_of_run
+from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.plans import Plans
 from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.refusals import refuse_compiled_autograd
 from dpshard.interception.run import Run
+from dpshard.interception.slots import Slots
 
 ATTEMPTS = 8
 """Most attempts of one forward, which restarts after a probe when a call has no layout."""
@@ -63,8 +66,6 @@ class Layouts:
         self._integers: dict[Any, set[tuple[int, ...]]] = {}  # integer inputs seen, by kind
         self._plans: dict[Any, Plans] = {}
         self._probed_whole: set[Any] = set()  # pairs (kind of inputs, number of samples)
-        self.rehearsals_of_packed: dict[Any, Any] = {}
-        """Rehearsals of compiled regions for packed rows, which have no layout."""
         self._readings: dict[Any, tuple[int | None, ...]] = {}
         # Batch dimensions that a probe has corrected, by key.
         self._parameters, self._sharding, self._isolate = parameters, sharding, isolate
@@ -104,17 +105,25 @@ class Layouts:
             plans = self._plans[key] = Plans(layout)
         return plans
 
+    def mode(self, run: Run, layout: Layout, slots: Slots) -> InterceptionMode:
+        """Return a mode that records the call in `slots`."""
+        parameters, plans = self._parameters, self.plans(layout, slots.batch_size)
+        context = ForwardContext(parameters.refusal, run.rows_per_unit, run.grid, parameters.exchange)
+        mode = InterceptionMode(parameters.trainable(), layout, slots, context)
+        mode.plans, mode.rehearsals = plans if run.grid is None else None, plans.rehearsals
+        mode.trained = parameters.trained
+        return mode
+
     def as_read(self, run: Run) -> Run:
         """Return `run` with the batch dimensions that a probe has corrected, if any."""
         dims = self._readings.get(self.key(run)) if self._readings else None
         return run if dims is None else run.reading(dims)
 
     def probed(self, run: Run) -> tuple[Run, Key]:
-        """Return `run` and its key, after a probe if the inputs are new.
+        """Return `run`, as read, and its key, after a probe if the inputs are new.
 
         If the probe fails, a dimension may equal the batch size by chance. So other batch dimensions are tried.
         """
-        run = self.as_read(run)
         key = self.key(run)
         if key in self.found:
             return run, key
@@ -140,6 +149,8 @@ class Layouts:
     def probe(self, run: Run, into: Layout) -> Layout:
         """Run the model on 2 and on 3 samples, and add the calls to `into`."""
         refuse_compiled_autograd()  # here, because probes are rare
+        if run.grid is not None:
+            return into  # shapes show where the tokens of packed rows are
         if into:
             self._plans.clear()  # they may hold earlier layouts
         unshards = self._parameters.unshards(run.module)
@@ -167,30 +178,27 @@ class Layouts:
         with self._sharding.dry_run(), self._isolate(run.module) as state, torch.enable_grad():
             outputs: dict[int, list[torch.Size]] = {}
 
-            def first(n: int, rows: int) -> None:
+            def forward(n: int, rows: int) -> None:
                 state.rewind()
-                output = state.guarded(functools.partial(run.first, n, rows))
+                output = state.guarded(functools.partial(run.on, [i % rows for i in range(n)]))
                 outputs[n] = [x.shape for x in pytree.tree_leaves(output) if isinstance(x, Tensor)]
 
             whole = self._whole(run, unshards=unshards)
 
             def found(rows: int) -> Layout:
-                layout = compared(rows)
-                if whole is not None:
-                    self._probed_whole.add((kind_of_run(run), whole))
-                if self._sharding.passes_rows:
-                    _require_rows_first(outputs[2], outputs[3])
-                return layout
-
-            def compared(rows: int) -> Layout:
-                return find_layout(
-                    functools.partial(first, rows=rows),
+                layout = find_layout(
+                    functools.partial(forward, rows=rows),
                     self._parameters.trainable,
                     rows_per_unit=run.rows_per_unit,
                     whole=whole,
                     verified=self._tells_order(run),
                     exchange=self._parameters.exchange,
                 )
+                if whole is not None:
+                    self._probed_whole.add((kind_of_run(run), whole))
+                if self._sharding.passes_rows:
+                    _require_rows_first(outputs[2], outputs[3])
+                return layout
 
             # If the second run has no new sample, both runs take the same branches.
             alike = min(2, run.rows)

@@ -13,14 +13,13 @@ from torch.utils.checkpoint import checkpoint
 from dpshard.clipping.autograd_nodes import runs_as_python
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception.batch_dims import PASS_THROUGH, CallLayout, Layout, call_key, rows_key
-from dpshard.interception.call import InterceptedCall, Refusal
+from dpshard.interception.call import ForwardContext, InterceptedCall
 from dpshard.interception.packed import NOT_BY_TOKEN, TokenGrid, replaced, writes_in_place
 from dpshard.interception.plans import Plans
-from dpshard.interception.protocols import Exchange
 from dpshard.interception.routed_calls import ONE_BY_ONE, with_places, with_routed_rows
 from dpshard.interception.routing import STARTING, Routing
 from dpshard.interception.slots import ANOTHER_COURSE, Slots
-from dpshard.interception.vmapped import Lifted, Vmapped, lift
+from dpshard.interception.vmapped import Lifted, Vmapped, lift, outside_transforms
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
@@ -67,17 +66,10 @@ class InterceptionMode(TorchFunctionMode):
         sources: dict[Tensor, Source],
         layout: Layout,
         slots: Slots,
-        refusal: Refusal,
-        rows_per_unit: int = 1,
-        grid: TokenGrid | None = None,
-        exchange: Exchange | None = None,
+        context: ForwardContext,
     ) -> None:
         super().__init__()
-        self._refusal = refusal
-        self.grid = grid
-        """Rows and tokens of packed rows, else None."""
-        self.rows_per_unit = rows_per_unit
-        self.exchange = exchange
+        self.context = context
         self.layout = layout
         self.slots = slots
         self.sources = dict(sources)  # a copy, because the forward adds derived tensors
@@ -89,9 +81,7 @@ class InterceptionMode(TorchFunctionMode):
 
     def with_slots(self, slots: Slots) -> InterceptionMode:
         """Return a mode that records in `slots`."""
-        mode = InterceptionMode(
-            self.sources, self.layout, slots, self._refusal, self.rows_per_unit, self.grid, self.exchange
-        )
+        mode = InterceptionMode(self.sources, self.layout, slots, self.context)
         mode.plans, mode.trained, mode.rehearsals = self.plans, self.trained, self.rehearsals
         return mode
 
@@ -106,20 +96,22 @@ class InterceptionMode(TorchFunctionMode):
             del self.sources[parameter]
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples that verification must compare; see Routing.suspects."""
+        """Return up to n samples to compare; see Routing.suspects."""
         return [] if self._routing is None else self._routing.suspects(n)
 
     def refusal(self, labels: str, func: Function, reason: str, *, advise: bool = True) -> Exception:
         """Return the error for the use of these parameters in a function."""
-        return self._refusal(labels, func, reason, advise=advise)  # a method, so that dynamo does not trace the model
+        # A method, so that dynamo does not trace the model.
+        return self.context.refusal(labels, func, reason, advise=advise)
 
     def __torch_function__(self, func: Function, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if Passthrough.on:
             return func(*args, **kwargs)
         compiling = torch.compiler.is_compiling()
-        if not compiling and self.plans is not None and func in self.plans.uses and not self._routes:
-            use = self.plans.find(func, args, kwargs, self.sources)
+        if not compiling and self.plans is not None and func in self.plans.uses:
+            plain = self._routing is None or self._routing.idle
+            use = self.plans.find(func, args, kwargs, self.sources) if plain else None
             if use is not None:
                 return use.repeat(self.slots, args, kwargs)
         func, args = canonical(func, args)
@@ -160,7 +152,7 @@ class InterceptionMode(TorchFunctionMode):
             used = [x for x in tensors_of((call.args, call.kwargs)) if x in self.sources]
             reason = _IN_GRAD if call.differentiated else _IN_COMPILED_VMAP
             raise self.refusal(", ".join(self.sources[x].label for x in used), call.func, reason, advise=False)
-        with call.outside():
+        with outside_transforms():
             result = self.__torch_function__(call.func, types, call.args, call.kwargs)
         return call.lower(result)
 
@@ -169,8 +161,9 @@ class InterceptionMode(TorchFunctionMode):
         key = call_key(func, tensors, self.sources)
         if key[0] in PASS_THROUGH or not torch.is_grad_enabled():
             return func(*args, **kwargs)
-        if self.grid is not None:
-            return self._by_token(self.grid, func, args, kwargs, tensors, compiling=compiling)
+        context = self.context
+        if context.grid is not None:
+            return self._by_token(context.grid, func, args, kwargs, tensors, compiling=compiling)
         layout = self.layout.get(key)
         in_region = self.slots.compiled and not self.slots.rehearses
         if layout is None and not compiling and not in_region:
@@ -183,15 +176,15 @@ class InterceptionMode(TorchFunctionMode):
         if layout.derives:
             return self._derive(func, args, kwargs)
         call = InterceptedCall(
-            func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal, self.rows_per_unit
+            func, args, kwargs, tensors, layout, self.sources, self.slots, self.refusal, context.rows_per_unit
         )
-        call.exchange = self.exchange
-        routes = not compiling and self._routes
+        call.exchange = context.exchange
+        routes = not compiling and self._routing is not None and not self._routing.idle
         if layout.data_dependent or routes:
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
                 return self._run_routed(with_places(call))
-        if self.exchange is not None:
+        if context.exchange is not None:
             call = with_places(call)
         elif not (compiling or routes or layout.data_dependent):
             call.plans = self.plans
@@ -222,7 +215,8 @@ class InterceptionMode(TorchFunctionMode):
             call = with_routed_rows(call, self.routing)
             if call.samples is not None:
                 return self._run_routed(call)
-        place = grid.common_place(places)
+        found = {p for p in places if p is not None}
+        place = found.pop() if len(found) == 1 else None
         stale = not compiling and writes_in_place(func) and flat[0].data_ptr() != tensors[0].data_ptr()
         if place is None or stale:
             raise call.refuse(NOT_BY_TOKEN, advise=False)
@@ -271,18 +265,14 @@ class InterceptionMode(TorchFunctionMode):
     def routing(self) -> Routing:
         """The routes of this forward."""
         if self._routing is None:
-            self._routing = Routing(self.slots.batch_size, self._holds_samples, self.exchange)
+            self._routing = Routing(self.slots.batch_size, self._holds_samples, self.context.exchange)
         return self._routing
 
-    @property
-    def _routes(self) -> bool:
-        return self._routing is not None and not self._routing.idle
-
     def _holds_samples(self, x: Tensor, dim: int, read: bool) -> bool:
-        if self.grid is not None:
+        if self.context.grid is not None:
             return x.shape[dim] == self.slots.batch_size
         known = self.layout.get(rows_key(x, dim))
-        whole = self.slots.batch_size * self.rows_per_unit
+        whole = self.slots.batch_size * self.context.rows_per_unit
         if known is None and read and x.requires_grad and x.shape[dim] == whole:
             raise UnknownCall
         return known is not None and known.inputs[0] is not None
@@ -295,7 +285,7 @@ class InterceptionMode(TorchFunctionMode):
         else:
             args, kwargs = pytree.tree_map_only(Tensor, call.plain, (args, kwargs))
             result = func(*args, **kwargs)
-            if self.exchange is not None:
+            if self.context.exchange is not None:
                 result = call.tap_without_rows(result)
         self.routing.follow(func, args, kwargs, result)
         if any(self.routing.samples(x) is None for x in outputs_of(result)):

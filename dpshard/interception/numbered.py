@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Sequence
+from typing import Literal
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class Numbering:
         self._named: dict[Source, Source] = {}
 
     def number(self, source: Source) -> Source:
-        """Return the numbered source, a root of the region, for an outside `source`."""
+        """Return the number, a root of the region, of an outside source."""
         if source not in self._numbered:
             transpose_of = source.transpose_of and self.number(source.transpose_of)
             slice_of = source.slice_of and (self.number(source.slice_of[0]), source.slice_of[1])
@@ -44,13 +45,13 @@ class Numbering:
         return source in self._numbered
 
     def name(self, source: Source) -> Source:
-        """Return the outside source of a source of the region."""
+        """Return the outside source of a numbered one."""
         if source not in self._named:
             self._named[source] = self._derived(source)
         return self._named[source]
 
     def name_use(self, use: Use) -> Use:
-        """Return the use with outside sources in place of numbered ones."""
+        """Return the use with outside sources."""
 
         def build(*tensors: Tensor) -> Sequence[tuple[Source, Record]]:
             return [(self.name(source), record) for source, record in use.records(tensors)]
@@ -58,13 +59,9 @@ class Numbering:
         sources = tuple(map(self.name, use.sources))
         return Use(sources, use.build if isinstance(use.build, RecordMaker) else build, use.copies)
 
-    def name_all(self, labels: str) -> str:
-        """Replace the numbers in labels by outside labels."""
-        return _LABEL.sub(lambda match: self._outside(match[0]).label, labels)
-
-    def name_forms(self, form: str) -> str:
-        """Replace the numbers in a form by outside forms."""
-        return _LABEL.sub(lambda match: self._outside(match[0]).form, form)
+    def name_all(self, text: str, kind: Literal["label", "form"] = "label") -> str:
+        """Replace the numbers in a text by outside labels, or forms."""
+        return _LABEL.sub(lambda match: getattr(self._outside(match[0]), kind), text)
 
     def _outside(self, label: str) -> Source:
         return self.names[int(label.rpartition("#")[2])]
@@ -72,15 +69,15 @@ class Numbering:
     def _derived(self, source: Source) -> Source:
         outside = {label: self._outside(label) for label in source.roots}
 
-        def replay(values: dict[str, Tensor]) -> Tensor:
-            return source.replay({label: root.replay(values) for label, root in outside.items()})
+        def recompute(values: dict[str, Tensor]) -> Tensor:
+            return source.recompute({label: root.recompute(values) for label, root in outside.items()})
 
         return Source(
             label=self.name_all(source.label),
-            form=self.name_forms(source.form),
+            form=self.name_all(source.form, "form"),
             roots=tuple(dict.fromkeys(name for root in outside.values() for name in root.roots)),
             shape=source.shape,
-            replay=replay,
+            recompute=recompute,
             isometric=source.isometric,
             exact=source.exact,
             transpose_of=source.transpose_of and self.name(source.transpose_of),
@@ -98,10 +95,10 @@ def _root(
     slice_of: tuple[Source, int] | None,
 ) -> Source:
     # Cached, so equal blocks share it.
-    def replay(values: dict[str, Tensor]) -> Tensor:
+    def recompute(values: dict[str, Tensor]) -> Tensor:
         return values[label]
 
-    return Source(label, label, (label,), shape, replay, isometric, exact, transpose_of, slice_of)
+    return Source(label, label, (label,), shape, recompute, isometric, exact, transpose_of, slice_of)
 
 
 class NumberedSources(dict[Tensor, Source]):
@@ -127,7 +124,7 @@ class NumberedLayout(dict[CallKey, CallLayout]):
 
     def get(self, key: CallKey, default: CallLayout | None = None) -> CallLayout | None:  # type: ignore[override]
         """Return the outside layout of a call, and keep it under this key."""
-        named = tuple(self._numbering.name_forms(x) if isinstance(x, str) else x for x in key)
+        named = tuple(self._numbering.name_all(x, "form") if isinstance(x, str) else x for x in key)
         layout = self._outside.get(named, default)
         if layout is not None:
             self[key] = layout

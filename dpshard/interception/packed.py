@@ -44,11 +44,6 @@ class TokenGrid:
             return "tr"
         return "n" if x.dim() > 0 and x.shape[0] == R * T else None
 
-    def common_place(self, places: Sequence[str | None]) -> str | None:
-        """Return the one place of all tensors that carry tokens, or None."""
-        found = [place for place in places if place is not None]
-        return found[0] if found and all(place == found[0] for place in found) else None
-
     def by_token(self, x: Tensor, place: str) -> Tensor:
         """Return `x` with a row per token: [N, 1, ...], or [N, ...] unchanged."""
         if place == "n":
@@ -113,11 +108,6 @@ class PackedRun(Run):
     def carrying(self) -> list[tuple[Tensor, int]]:
         """Return nothing: no input has a dimension of units."""
         return []
-
-    @property
-    def grid(self) -> TokenGrid:
-        """R and T."""
-        return TokenGrid(*self.packed.shape)
 
     def alone(self, x: Any, unit: int) -> Any:
         """Return a unit's part of an input: [1, L, ...], or [L, ...] of flat tokens."""
@@ -242,8 +232,8 @@ def plan_packed_run(module: nn.Module, original: Any, args: Any, kwargs: Any, pa
         )
     _refuse_other_order(module, tensors, packed)
     rows = max(1, int((~packed.is_padding).sum()) if packed.everywhere is None else packed.everywhere)
-    given = tuple(leaves)
-    return PackedRun(module, original, given, given, tree, R * T, (None,) * len(leaves), rows, packed=packed)
+    given, dims = tuple(leaves), (None,) * len(leaves)
+    return PackedRun(module, original, given, given, tree, R * T, dims, rows, packed=packed, grid=TokenGrid(R, T))
 
 
 def _refuse_other_order(module: nn.Module, tensors: list[Tensor], packed: PackedTokens) -> None:

@@ -78,7 +78,7 @@ class TrainedParameters:
                     self._active.mode.rebind(parameter, source)
 
     def repeatable(self, module: nn.Module, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `original` with its own gathering, because backward frees what hooks gathered."""
+        """Return `original`, which gathers first, because backward frees what hooks gathered."""
         if not self.unshards(module):
             return original
 

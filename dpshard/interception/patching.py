@@ -89,13 +89,10 @@ class ModulePatcher:
         original = previous if previous is not None else types.MethodType(getattr(type(module), attribute), module)
 
         def on_copy(copy: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(previous, types.MethodType):
-                return previous.__func__(copy, *args, **kwargs)
-            return (
-                previous(*args, **kwargs)
-                if previous is not None
-                else getattr(type(copy), attribute)(copy, *args, **kwargs)
-            )
+            if previous is None:
+                return getattr(type(copy), attribute)(copy, *args, **kwargs)
+            own = isinstance(previous, types.MethodType)
+            return previous.__func__(copy, *args, **kwargs) if own else previous(*args, **kwargs)
 
         # A deep copy of the module binds the method to the copy, an ordinary module.
         def forward(self_module: nn.Module, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from dpshard.clipping.tape import Use
 from dpshard.records import Record
-from dpshard.rules.call import BatchAxis, Build, Source, records_of
+from dpshard.rules.call import Build, Call, Source, records_of
 from dpshard.rules.torch_functions import Function
 
 _PART, _WHOLE, _TERM = "part", "whole", "term"
@@ -36,25 +36,10 @@ _ADVICE = (
 )
 
 
-class PlacedCall(Protocol):
+class PlacedCall(Call, Protocol):
     """The part of InterceptedCall that this module uses."""
 
-    func: Function
-    args: Any
-    kwargs: Any
     tensors: list[Tensor]
-
-    def axis(self, x: Tensor) -> BatchAxis | None:
-        """Return the batch axis of `x`, or None."""
-        ...
-
-    def source(self, x: Any) -> Source | None:
-        """Return `x` as a source, or None."""
-        ...
-
-    def refuse(self, reason: str, *, advise: bool = True) -> Exception:
-        """Return an error with parameter, module and function."""
-        ...
 
 
 def is_placed(x: Any) -> bool:

@@ -15,8 +15,7 @@ from dpshard.interception.active import ActiveForward
 from dpshard.interception.determinism import AS_DRAWN, DeterministicForward, Draws
 from dpshard.interception.isolation import Isolate, IsolatedForward, eager
 from dpshard.interception.layouts import ATTEMPTS, NEW_COURSE, Layouts
-from dpshard.interception.mode import InterceptionMode, UnknownCall
-from dpshard.interception.packed import PackedRun
+from dpshard.interception.mode import UnknownCall
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.interception.run import Run
 
@@ -51,15 +50,11 @@ class Replay:
         self, run: Run, samples: list[int], tape: Callable[[], Tape], state: IsolatedForward, draws: Draws = AS_DRAWN
     ) -> Any:
         """Return the output for `samples`, recorded on a tape, eager and without dropout."""
-        grid = run.grid if isinstance(run, PackedRun) else None
-        layout = self.layouts.of(run) if grid is None else {}
+        layout = self.layouts.of(run)
         for _ in range(ATTEMPTS):
             state.rewind(draws)
-            sources, refusal = self.parameters.trainable(), self.parameters.refusal
-            exchange = self.parameters.exchange
-            mode = InterceptionMode(sources, layout, tape(), refusal, run.rows_per_unit, grid, exchange)
-            plans = self.layouts.plans(layout, mode.slots.batch_size) if grid is None else None
-            mode.rehearsals = self.layouts.rehearsals_of_packed if plans is None else plans.rehearsals
+            mode = self.layouts.mode(run, layout, tape())
+            mode.plans = mode.trained = None
             try:
                 undropped = functools.partial(DeterministicForward, len(samples) * run.rows_per_unit, draws)
                 with eager(), undropped(), self._active.recorded(mode, repeat_in=undropped()):

@@ -15,7 +15,7 @@ Ranks with parts of one model may exchange rows, and the samples of these, by al
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -137,6 +137,16 @@ def _order_of_dims(func: Function, args: Any, kwargs: Any) -> list[int]:
     return order
 
 
+class _Traced(NamedTuple):
+    """The samples of a tensor's rows, or columns."""
+
+    sample_N: Tensor | None
+    """None: unknown."""
+    dim: int = 0
+    in_order: bool = True
+    """False for columns out of sample order."""
+
+
 class Routing:
     """Follows routed rows."""
 
@@ -153,29 +163,27 @@ class Routing:
         self._exchange = exchange
         self.batch_size = batch_size
         self.holds_samples = holds_samples
-        # Samples of each row. Weak, so that tensors are freed as usual.
-        self._samples: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        # Sample of each column, and True if columns are in sample order.
-        self._columns: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-        self._lost: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        # Weak, so that tensors are freed as usual.
+        self._traced: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
         self._unplaced: list[tuple[int, Tensor]] = []  # length of the dimension, indices picked
         self.idle = True
 
     def suspects(self, n: int) -> list[int]:
-        """Return up to n samples whose rows may have been picked, from a dimension where no probe found samples."""
+        """Return up to n samples whose rows may have been picked where no probe found samples."""
         lengths = [(length // self.batch_size, rows) for length, rows in self._unplaced]
         found = (int(row) // k for k, rows in reversed(lengths) if k for row in rows[:n].tolist())
         return list(dict.fromkeys(i for i in found if 0 <= i < self.batch_size))[:n]
 
     def samples(self, x: Tensor) -> Tensor | None:
         """Return the samples of the rows, int64 [N]; None if not routed."""
-        return None if self.idle else self._samples.get(x)
+        return self._along(x, 0)
 
     def lost(self, x: Tensor) -> bool:
         """Return True if the samples of the rows are unknown."""
         if self.idle or x.dim() == 0:
             return False
-        return x in self._lost or (x in self._columns and not self._columns[x][1])
+        traced = self._traced.get(x)
+        return traced is not None and (traced.sample_N is None or not traced.in_order)
 
     def in_order(self, sample_N: Tensor) -> bool:
         """Return True if rows are in sample order."""
@@ -269,12 +277,12 @@ class Routing:
 
     def _move_dims(self, x: Tensor, output: Tensor, order: Sequence[int]) -> bool:
         """Return True if the samples of rows were noted at dimension 0 or 1 of the output."""
-        rows, columns = self.samples(x), self._along_columns(x)
-        if rows is None and columns is None:
+        traced = self._traced.get(x)
+        if traced is None or traced.sample_N is None:
             return False
-        to_dim = order.index(0 if columns is None else 1)
+        to_dim = order.index(traced.dim)
         if to_dim <= 1:
-            self._put([output], columns if rows is None else rows, to_dim)
+            self._put([output], traced.sample_N, to_dim)
         return to_dim <= 1
 
     def _moved(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> list[Tensor] | None:
@@ -285,7 +293,7 @@ class Routing:
             return [torch.cat(known)] if along_rows and len(known) == len(parts) else None
         sample_N = columns = None
         if args and isinstance(args[0], Tensor):
-            sample_N, columns = self.samples(args[0]), self._along_columns(args[0])
+            sample_N, columns = self.samples(args[0]), self._along(args[0], 1)
         if columns is not None and func in _UNBINDING and argument(args, kwargs, 1, "dim") in (0, None):
             return [columns] * len(outputs)
         if columns is not None and func in VIEWS and len(args[0]) == 1 and len(outputs[0]) == len(columns):
@@ -303,7 +311,7 @@ class Routing:
 
     def agreed(self, routed: list[Tensor]) -> Tensor | None:
         """Return the samples of the rows of all `routed` tensors; None if they differ."""
-        first, *others = (self._samples[x] for x in routed)
+        first, *others = (self._traced[x].sample_N for x in routed)
         return first if all(other is first or torch.equal(first, other) for other in others) else None
 
     def _add(self, func: Function, args: Any, kwargs: Any, outputs: list[Tensor]) -> None:
@@ -325,16 +333,14 @@ class Routing:
             self._put(outputs, self.samples(base))
 
     def _of(self, x: Tensor, dim: int, *, read: bool) -> Tensor | None:
-        if x in self._lost:
-            return None
-        rows, columns = self.samples(x), self._along_columns(x)
-        if rows is not None or columns is not None:
-            return columns if dim else rows
+        if x in self._traced:
+            return self._along(x, dim)
         whole = x.dim() > dim and x.shape[dim] > 0 and x.shape[dim] % self.batch_size == 0
         return self._numbers(x, dim) if self.holds_samples(x, dim, read) and whole else None
 
-    def _along_columns(self, x: Tensor) -> Tensor | None:
-        return self._columns[x][0] if x in self._columns else None
+    def _along(self, x: Tensor, dim: int) -> Tensor | None:
+        traced = None if self.idle else self._traced.get(x)
+        return None if traced is None or traced.dim != dim else traced.sample_N
 
     def _numbers(self, x: Tensor, dim: int = 0) -> Tensor:
         rows = x.shape[dim]
@@ -342,20 +348,15 @@ class Routing:
 
     def _put(self, outputs: list[Tensor], sample_N: Tensor | None, dim: int = 0) -> None:
         for x in outputs:
-            for known in (self._lost, self._samples, self._columns):
-                known.pop(x, None)
-            if sample_N is not None:
+            if sample_N is None:
+                self._traced.pop(x, None)
+            else:
                 sample_N = sample_N.to(x.device)
-                if dim == 0:
-                    self._samples[x] = sample_N
-                else:
-                    self._columns[x] = (sample_N, self.in_order(sample_N))
+                self._traced[x] = _Traced(sample_N, dim, dim == 0 or self.in_order(sample_N))
                 self.idle = False
 
     def lose(self, outputs: list[Tensor]) -> None:
         """Mark the samples of rows as unknown."""
         for x in outputs:
-            self._samples.pop(x, None)
-            self._columns.pop(x, None)
-            self._lost[x] = True
+            self._traced[x] = _Traced(None)
             self.idle = False

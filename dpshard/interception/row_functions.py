@@ -46,7 +46,7 @@ def by_row(call: RowCall, N: int) -> bool:
 
 
 def argument(args: Any, kwargs: Any, place: int, name: str) -> Any:
-    """Return an argument, given by position or by name."""
+    """Return an argument by position or name."""
     return args[place] if len(args) > place else kwargs.get(name)
 
 

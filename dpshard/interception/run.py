@@ -42,6 +42,8 @@ class Run:
     rows_per_unit: int = 1
     packed: PackedTokens | None = None
     """The units of packed rows, in a PackedRun."""
+    grid: Any = None
+    """Their TokenGrid."""
 
     def on(self, samples: list[int]) -> Any:
         """Return the output for `samples` (indices)."""
@@ -57,10 +59,6 @@ class Run:
         """Return the call with these batch dimensions."""
         leaves = tuple(by_unit(x, dim, self.rows_per_unit) for x, dim in zip(self.given, dims, strict=True))
         return replace(self, dims=dims, leaves=leaves)
-
-    def first(self, n: int, rows: int) -> Any:
-        """Return the output for n samples, which are the first `rows` samples, repeated in turn."""
-        return self.on([i % rows for i in range(n)])
 
     def other_readings(self) -> Iterator[Run]:
         """Yield the call with some inputs read as constants, such as a mask [T, T] with T = B."""

@@ -39,7 +39,7 @@ class Slots(Protocol):
 
 
 class RecomputeSlots(Slots):
-    """Slots of a forward that checkpointing repeats; they refuse to be differentiated."""
+    """Slots of a forward that checkpointing repeats; they refuse backward."""
 
     compiled: bool = False
     rehearses: bool = False
@@ -50,11 +50,11 @@ class RecomputeSlots(Slots):
             self._token = torch.zeros(0, requires_grad=True)
 
     def tap(self, use: Use, output: Tensor, keep: tuple[Tensor, ...]) -> Tensor:
-        """Return `output` with a graph that refuses to be differentiated."""
+        """Return `output`, which refuses backward."""
         return tap(output, keep, (self._token,), _refuse)
 
     def slot(self, use: Use, *templates: Tensor) -> tuple[Tensor, ...]:
-        """Return copies of `templates`, with a graph that refuses to be differentiated."""
+        """Return copies of `templates`, which refuse backward."""
         return _Refusing.apply(self._token, *templates)
 
 

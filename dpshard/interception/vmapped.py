@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +13,7 @@ from torch.utils import _pytree as pytree
 from dpshard.rules.torch_functions import Function, function_name, outputs_of
 
 _functorch: Any = getattr(torch._C, "_functorch")  # noqa: B009  # torch.func uses it, too
+outside_transforms = temporarily_clear_interpreter_stack
 
 
 def transforms_are_active() -> bool:
@@ -33,12 +32,6 @@ class Lifted:
     """Levels of the vmaps that hide dimensions, outermost first."""
     differentiated: bool
     """True if torch.func.grad or jvp wraps an argument."""
-
-    @contextmanager
-    def outside(self) -> Iterator[None]:
-        """Return a block outside of all transforms of torch.func."""
-        with temporarily_clear_interpreter_stack():
-            yield
 
     def lower(self, result: Any) -> Any:
         """Return the result with hidden dimensions, as the vmapped function gets it."""

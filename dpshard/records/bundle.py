@@ -57,7 +57,7 @@ class Bundle:
         return {name: part.view(shape) for (name, shape), part in zip(self.shapes.items(), parts, strict=True)}
 
     def without(self, nonfinite_B: Tensor) -> Bundle:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         return replace(self, record=self.record.without(nonfinite_B))
 
 

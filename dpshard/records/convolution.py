@@ -50,10 +50,6 @@ class Convolution:
         by_native = alike and self.stride != self.shape[2:] and native.supports_convolution(device, dtype, R, T)
         return ProductSize(B, G, T, R, C, dtype, device, nbytes, pixels, kernel, by_native=by_native)
 
-    @property
-    def _windows_are_apart(self) -> bool:
-        return self.stride == self.shape[2:]
-
     def is_whole(self) -> bool:
         """Return True if every window has an output position; output padding adds windows without one."""
         sizes = zip(self.input.shape[3:], self.padding, self.dilation, self.shape[2:], self.stride, strict=True)
@@ -112,7 +108,7 @@ class Convolution:
 
     def _made(self) -> tuple[Tensor, Tensor | None]:
         """Return per-sample gradients, and squared norms [B] if compiled code computed them, too."""
-        if self.input.device.type != "cpu" or self._windows_are_apart:
+        if self.input.device.type != "cpu" or self.stride == self.shape[2:]:
             # On a GPU, groups would be many small kernels.
             return self.outer().per_sample(), None
         total = self.input.new_empty((len(self.input), *self.shape), dtype=accum_dtype(self.gradient))
@@ -159,7 +155,7 @@ class Convolution:
         return total
 
     def real(self) -> Convolution | OuterProduct:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         return self.outer().real() if self.input.is_complex() else self
 
     def outer(self) -> OuterProduct:
@@ -174,7 +170,7 @@ class Convolution:
         return OuterProduct(self._rows(), cols, self.shape)
 
     def without(self, nonfinite_B: Tensor) -> Convolution:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         return replace(self, input=zero_rows(self.input, nonfinite_B), gradient=zero_rows(self.gradient, nonfinite_B))
 
 

@@ -52,13 +52,13 @@ class EmbeddingRecord:
         return self.shape.numel() // max(self.values.shape[2], 1)
 
     def real(self) -> EmbeddingRecord:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         if not self.values.is_complex():
             return self
         return EmbeddingRecord(self.ids, as_real(self.values).flatten(2), torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> EmbeddingRecord:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         return replace(self, values=zero_rows(self.values, nonfinite_B))
 
 

@@ -115,15 +115,10 @@ def _keeps(size: ProductSize, method: NormMethod, closing: bool) -> bool:
 
 def inner(first: Record, second: Record) -> Tensor:
     """Upper bounds [B] of the inner products of two records' gradients."""
-    if isinstance(first, RoutedReads) and isinstance(second, RoutedProduct):
-        first, second = second, first
+    first, second = sorted((first, second), key=lambda record: isinstance(record, RoutedReads | EmbeddingRecord))
     if isinstance(first, RoutedProduct) and isinstance(second, RoutedReads) and _is_tied(first, second):
         return _inner_routed(first, second)
     first, second = (r.whole() if isinstance(r, RoutedReads) else r for r in (first, second))
-    if isinstance(first, EmbeddingRecord) and isinstance(second, OuterProduct):
-        first, second = second, first
-    if isinstance(first, EmbeddingRecord) and isinstance(second, HeadRecord):
-        first, second = second, first
     if isinstance(first, HeadRecord) and isinstance(second, EmbeddingRecord):
         return first.inner_gather(second)
     if (

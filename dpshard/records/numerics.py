@@ -88,6 +88,14 @@ def add_rows(values: Tensor, rows_N: Tensor, count: int) -> Tensor:
     return total.view(count, *values.shape[1:])
 
 
+def places_in_runs(key_N: Tensor, count_K: Tensor) -> Tensor:
+    """Return the place [N] of each row among the rows of its key; `count_K`: rows of each key."""
+    order = key_N.argsort(stable=True)
+    place_N = torch.empty_like(key_N)
+    place_N[order] = torch.arange(len(key_N), device=key_N.device) - (count_K.cumsum(0) - count_K)[key_N[order]]
+    return place_N
+
+
 def gram(x: Tensor, start: int = 0, stop: int | None = None) -> Tensor:
     """Inner products [..., stop - start, stop] of the vectors [start, stop) of x [..., T, n] with the first `stop`.
 

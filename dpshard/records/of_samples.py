@@ -10,7 +10,6 @@ from torch import Tensor
 from dpshard.records.convolution import Convolution
 from dpshard.records.embedding import EmbeddingRecord
 from dpshard.records.numerics import add_rows, wide
-from dpshard.records.outer_product import OuterProduct
 from dpshard.records.per_sample import PerSampleGrad
 from dpshard.records.record import Record
 from dpshard.records.routed_product import RoutedProduct
@@ -25,16 +24,14 @@ def of_samples(record: Record, sample_N: Tensor, batch_size: int) -> Record:
     if isinstance(record, EmbeddingRecord):
         owner = sample_N.repeat_interleave(record.ids.shape[1])
         return RoutedReads(record.ids.flatten(), record.values.flatten(0, 1), owner, batch_size, record.shape)
-    if isinstance(record, RoutedReads):
+    if isinstance(record, RoutedReads | RoutedProduct):
         return replace(record, sample=sample_N[record.sample], batch_size=batch_size)
     if isinstance(record, Convolution | HeadRecord):
         record = record.outer()
-    if isinstance(record, OuterProduct):
-        N, G, T, _ = record.rows.shape
-        group = torch.arange(G, device=sample_N.device)[:, None].expand(N, G, T).flatten()
-        rows, cols = record.rows.flatten(0, 2), record.cols.flatten(0, 2)
-        return RoutedProduct(rows, cols, sample_N.repeat_interleave(G * T), group, batch_size, record.shape)
-    return RoutedProduct(record.rows, record.cols, sample_N[record.sample], record.group, batch_size, record.shape)
+    N, G, T, _ = record.rows.shape
+    group = torch.arange(G, device=sample_N.device)[:, None].expand(N, G, T).flatten()
+    rows, cols = record.rows.flatten(0, 2), record.cols.flatten(0, 2)
+    return RoutedProduct(rows, cols, sample_N.repeat_interleave(G * T), group, batch_size, record.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,8 +52,7 @@ class Owners:
         owned = of_samples(record, torch.arange(len(padding_N), device=padding_N.device), len(padding_N))
         assert isinstance(owned, RoutedProduct | RoutedReads)
         sample = self.sample_N[owned.sample]
+        owned = replace(owned, sample=sample.clamp(min=0), batch_size=B)
         if isinstance(owned, RoutedReads):
-            ids = torch.where(sample < 0, -1, owned.ids)
-            return replace(owned, ids=ids, sample=sample.clamp(min=0), batch_size=B)
-        group = torch.where(sample < 0, -1, owned.group)
-        return replace(owned, sample=sample.clamp(min=0), group=group, batch_size=B)
+            return replace(owned, ids=torch.where(sample < 0, -1, owned.ids))
+        return replace(owned, group=torch.where(sample < 0, -1, owned.group))

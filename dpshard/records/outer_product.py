@@ -101,7 +101,7 @@ class OuterProduct:
         return OuterProduct(rows, cols, torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> OuterProduct:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         if triton.supports_product(self.rows, self.cols):
             return self  # the kernel reads no sample of weight 0
         return replace(self, rows=zero_rows(self.rows, nonfinite_B), cols=zero_rows(self.cols, nonfinite_B))

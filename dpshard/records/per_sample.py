@@ -39,11 +39,11 @@ class PerSampleGrad:
         return total if len(shape) == 1 else total.view(shape)
 
     def real(self) -> PerSampleGrad:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         return PerSampleGrad(as_real(self.gradient))
 
     def without(self, nonfinite_B: Tensor) -> PerSampleGrad:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         if triton.supports_rows(self.gradient):
             return self  # the kernel reads no sample of weight 0
         return PerSampleGrad(zero_rows(self.gradient, nonfinite_B))

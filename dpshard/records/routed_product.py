@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from dpshard.config import NormMethod
-from dpshard.records.numerics import add_rows, as_real, wide, zero_rows
+from dpshard.records.numerics import add_rows, as_real, places_in_runs, wide, zero_rows
 from dpshard.records.outer_product import OuterProduct
 
 
@@ -43,17 +43,15 @@ class RoutedProduct:
     def _by(self, key: Tensor, rows: Tensor) -> tuple[Tensor, OuterProduct]:
         """Return the K distinct values of `key` [N], and a padded product [R, C] of the rows of each."""
         met = self.met
-        key, rows, cols = key[met], rows[met], wide(self.cols[met])
-        order = key.argsort(stable=True)
-        keys, place, counts = torch.unique_consecutive(key[order], return_inverse=True, return_counts=True)
-        longest = int(counts.max()) if len(counts) else 0
-        within = torch.arange(len(order), device=key.device) - (counts.cumsum(0) - counts)[place]
+        keys, run, counts = torch.unique(key[met], return_inverse=True, return_counts=True)
+        longest, place = int(counts.max()) if len(counts) else 0, places_in_runs(run, counts)
 
         def padded(x: Tensor) -> Tensor:
             out = x.new_zeros(len(keys), 1, longest, x.shape[1])
-            out[place, 0, within] = x[order]
+            out[run, 0, place] = x[met]
             return out
 
+        cols = wide(self.cols)
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:
@@ -97,7 +95,7 @@ class RoutedProduct:
         return out.view(n, *self.shape)
 
     def real(self) -> RoutedProduct:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         if not self.rows.is_complex():
             return self
         return replace(
@@ -110,7 +108,7 @@ class RoutedProduct:
         )
 
     def without(self, nonfinite_B: Tensor) -> RoutedProduct:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         dead_N = nonfinite_B[self.sample]
         return replace(self, rows=zero_rows(self.rows, dead_N), cols=zero_rows(self.cols, dead_N))
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from dpshard.config import NormMethod
 from dpshard.records.embedding import EmbeddingRecord
-from dpshard.records.numerics import add_rows, as_real, norms, sum_floor, wide, zero_rows
+from dpshard.records.numerics import add_rows, as_real, norms, places_in_runs, sum_floor, wide, zero_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,9 @@ class RoutedReads:
         number = torch.full((self.batch_size,), -1, device=samples.device)
         number[samples] = torch.arange(len(samples), device=samples.device)
         chosen = (number[self.sample] >= 0) & (self.ids >= 0)
-        sample, counts = number[self.sample[chosen]], torch.zeros_like(samples)
-        counts.index_add_(0, sample, torch.ones_like(sample))
-        order = sample.argsort(stable=True)
-        place = torch.empty_like(sample)
-        place[order] = torch.arange(len(order), device=order.device) - (counts.cumsum(0) - counts)[sample[order]]
+        sample = number[self.sample[chosen]]
+        counts = torch.zeros_like(samples).index_add_(0, sample, torch.ones_like(sample))
+        place = places_in_runs(sample, counts)
         size = len(samples), int(counts.max()) if len(counts) else 0
         ids, values = self.ids.new_full(size, -1), self.values.new_zeros(*size, self.values.shape[1])
         ids[sample, place], values[sample, place] = self.ids[chosen], self.values[chosen]
@@ -79,11 +77,11 @@ class RoutedReads:
         return self.of(torch.arange(self.batch_size, device=self.ids.device))
 
     def real(self) -> RoutedReads:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         if not self.values.is_complex():
             return self
         return replace(self, values=as_real(self.values).flatten(1), shape=torch.Size((*self.shape, 2)))
 
     def without(self, nonfinite_B: Tensor) -> RoutedReads:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         return replace(self, values=zero_rows(self.values, nonfinite_B[self.sample]))

@@ -62,5 +62,5 @@ class Stacked:
         return torch.bmm(rows.mT, cols)
 
     def without(self, nonfinite_nB: Tensor) -> Stacked:
-        """Return the records with zeros for `nonfinite_nB` (bool [n, B])."""
+        """Zero the samples `nonfinite_nB` (bool [n, B])."""
         return replace(self, record=self.record.without(nonfinite_nB.flatten()))

@@ -88,11 +88,11 @@ class HeadRecord:
         return OuterProduct(rows[:, None], self.cols[:, None], self.shape)
 
     def real(self) -> HeadRecord:
-        """Return the record with complex numbers as real pairs."""
+        """Return real pairs for complex numbers."""
         return self
 
     def without(self, nonfinite_B: Tensor) -> HeadRecord:
-        """Return the record with zeros for `nonfinite_B`."""
+        """Zero the samples `nonfinite_B`."""
         # With an infinite top, the other logits have probability zero.
         top = self.at.top.masked_fill(nonfinite_B[:, None], torch.inf)
         total = self.at.total.masked_fill(nonfinite_B[:, None], 1)

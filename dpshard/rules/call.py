@@ -58,7 +58,7 @@ class BatchAxis:
         return x.movedim(0, self.dim + 1).flatten(self.dim, self.dim + 2)
 
 
-Replay = Callable[[dict[str, Tensor]], Tensor]
+Recompute = Callable[[dict[str, Tensor]], Tensor]
 """Function that computes a derived tensor from trainable parameters by name."""
 
 
@@ -73,7 +73,7 @@ class Source:
     roots: tuple[str, ...]
     """Names of its parameters."""
     shape: tuple[int, ...]
-    replay: Replay
+    recompute: Recompute
     isometric: bool
     """True if it only rearranges or selects elements of its one root, which preserves norms."""
     exact: bool

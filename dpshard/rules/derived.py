@@ -40,19 +40,22 @@ def transposes(name: str, args: Sequence[Any], shape: Sequence[int]) -> bool:
 
 def pull_back(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradients of the roots, given that of the derived tensor; complex ones as real and imaginary parts."""
-    leaves = {name: wide(values[name].detach()) for name in source.roots}
-    replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
-    (roots,) = vjp(as_complex(gradient, replayed.dtype).to(replayed.dtype))
+    vjp, gradient = _with_vjp(source, gradient, values)
+    (roots,) = vjp(gradient)
     return {name: as_real(root) for name, root in roots.items()}
 
 
 def pull_back_per_sample(source: Source, record: Record, values: Mapping[str, Tensor]) -> dict[str, PerSampleGrad]:
     """Return records of the roots, given a record of the derived tensor."""
-    leaves = {name: wide(values[name].detach()) for name in source.roots}
-    replayed, vjp = torch.func.vjp(source.replay, leaves)[:2]
-    gradient = as_complex(record.per_sample(), replayed.dtype).to(replayed.dtype)
+    vjp, gradient = _with_vjp(source, record.per_sample(), values)
     with warnings.catch_warnings():
         # vmap runs some functions (weight_norm) sample by sample.
         warnings.filterwarnings("ignore", "There is a performance drop")
         (roots,) = torch.func.vmap(vjp)(gradient)
     return {name: PerSampleGrad(as_real(root)) for name, root in roots.items()}
+
+
+def _with_vjp(source: Source, gradient: Tensor, values: Mapping[str, Tensor]) -> tuple[Any, Tensor]:
+    leaves = {name: wide(values[name].detach()) for name in source.roots}
+    output, vjp = torch.func.vjp(source.recompute, leaves)[:2]
+    return vjp, as_complex(gradient, output.dtype).to(output.dtype)

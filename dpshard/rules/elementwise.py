@@ -28,7 +28,7 @@ ELEMENTWISE = functions_named(
 # Attention broadcasts its mask and learned queries like an elementwise function.
 @rule(*ELEMENTWISE, F.scaled_dot_product_attention)
 def elementwise(call: Call, *args: Any, **kwargs: Any) -> Tensor:
-    """Return an elementwise function of data, constants and parameters, with broadcasting."""
+    """Return an elementwise function, with broadcasting."""
     args, kwargs = _spread_all(call, args, kwargs)
     return call.func(*args, **kwargs)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from dpshard.records import EmbeddingRecord, Record
 from dpshard.rules.call import BatchAxis, Call, Source, batch_axis
 from dpshard.rules.registry import composite, rule
+from dpshard.rules.torch_functions import functions_named
 
 
 @rule(F.embedding)
@@ -57,41 +58,34 @@ def _refuse_options(call: Call, max_norm: float | None, scale_grad_by_freq: bool
 
 
 def _record(call: Call, input: Tensor, output: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
-    source, axis, B = call.source(weight), batch_axis(call, input), call.batch_size
+    source = call.source(weight)
     assert source is not None
-    rows = source.shape[0]
-    skipped = -1 if padding_idx is None else padding_idx % rows
+    skipped = -1 if padding_idx is None else padding_idx % source.shape[0]
+    return _tapped(call, input, output, source, batch_axis(call, input), skipped)
+
+
+def _tapped(call: Call, ids: Tensor, output: Tensor, source: Source, axis: BatchAxis, skipped: int = -1) -> Tensor:
+    """Return the tapped output; reads of `skipped` have no gradient."""
+    B = call.batch_size
 
     def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
-        return [(source, _gathered(source, torch.where(ids == skipped, -1, ids), g, axis, B))]
+        ids_BT = axis.split(torch.where(ids == skipped, -1, ids).long(), B).reshape(B, -1)
+        values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
+        return [(source, EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape)))]
 
-    return call.tap(output, (input,), [source], build)
-
-
-def _gathered(source: Source, ids: Tensor, g: Tensor, axis: BatchAxis, B: int) -> EmbeddingRecord:
-    ids_BT = axis.split(ids.long(), B).reshape(B, -1)
-    values_BTC = axis.split(g, B).reshape(*ids_BT.shape, -1)
-    return EmbeddingRecord(ids_BT, values_BTC, torch.Size(source.shape))
+    return call.tap(output, (ids,), [source], build)
 
 
 @rule(
-    *(
-        Tensor.__getitem__,
-        torch.index_select,
-        Tensor.index_select,
-        torch.take,
-        Tensor.take,
-        torch.gather,
-        Tensor.gather,
-    ),
-    *(torch.take_along_dim, Tensor.take_along_dim, torch.repeat_interleave, Tensor.repeat_interleave),
+    Tensor.__getitem__,
+    *functions_named(["index_select", "take", "gather", "take_along_dim", "repeat_interleave"]),
 )
 def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Return elements of a parameter at places that the data chooses.
 
     The same function, applied to the numbers of the elements, shows which ones.
     """
-    source, axis, B = call.source(table), call.output_axis, call.batch_size
+    source, axis = call.source(table), call.output_axis
     if source is None or axis is None:
         raise call.refuse("a parameter says where it reads the data, or its output carries no samples")
     output = call.func(call.plain(table), *args, **kwargs)
@@ -101,11 +95,7 @@ def select(call: Call, table: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     ids = call.func(numbers, *args, **kwargs)
     if axis.dim >= ids.dim():
         raise call.refuse("its samples lie in a dimension of the parameter")
-
-    def build(ids: Tensor, g: Tensor) -> Sequence[tuple[Source, Record]]:
-        return [(source, _gathered(source, ids, g, axis, B))]
-
-    return call.tap(output, (ids,), [source], build)
+    return _tapped(call, ids, output, source, axis)
 
 
 def _read_whole(func: Callable[..., Any], table: Tensor, args: tuple[Any, ...]) -> int:

@@ -21,7 +21,7 @@ class Normalization(Protocol):
     """A normalisation. It has a method, because dynamo of torch 2.11 would hash an object that the code calls."""
 
     def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        """Return the output for an input, with weight and bias or without."""
+        """Return the output, with weight and bias or without."""
         ...
 
 
@@ -34,30 +34,15 @@ class _Moments:
 
 
 @dataclass(frozen=True, slots=True)
-class _LayerNorm:
-    shape: tuple[int, ...]
-    eps: float
-
-    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.layer_norm(x, self.shape, weight, bias, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class _RmsNorm:
-    shape: tuple[int, ...]
+class _OfSizes:
+    function: Callable[..., Tensor]
+    sizes: tuple[int, ...] | int
+    """Trailing dimensions, or number of groups."""
     eps: float | None
 
     def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.rms_norm(x, self.shape, weight, self.eps)
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupNorm:
-    groups: int
-    eps: float
-
-    def output(self, x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
-        return F.group_norm(x, self.groups, weight, bias, self.eps)
+        affine = (weight,) if self.function is F.rms_norm else (weight, bias)
+        return self.function(x, self.sizes, *affine, self.eps)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,7 +64,7 @@ def layer_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Return layer norm; weight and bias have the shape of the trailing dimensions."""
-    normalize = _LayerNorm(tuple(normalized_shape), eps)
+    normalize = _OfSizes(F.layer_norm, tuple(normalized_shape), eps)
     return _affine(call, input, weight, bias, normalize, _Moments(eps), trailing=True)
 
 
@@ -89,7 +74,8 @@ def rms_norm(
 ) -> Tensor:
     """Return RMS norm; weight has the shape of the trailing dimensions."""
     moments = _Moments(torch.finfo(torch.float32).eps if eps is None else eps, centered=False)
-    return _affine(call, input, weight, None, _RmsNorm(tuple(normalized_shape), eps), moments, trailing=True)
+    normalize = _OfSizes(F.rms_norm, tuple(normalized_shape), eps)
+    return _affine(call, input, weight, None, normalize, moments, trailing=True)
 
 
 @rule(F.group_norm, torch.group_norm)
@@ -103,7 +89,7 @@ def group_norm(
     *_cudnn: bool,
 ) -> Tensor:
     """Weight and bias per channel (dimension 1)."""
-    normalize, moments = _GroupNorm(num_groups, eps), _Moments(eps, num_groups)
+    normalize, moments = _OfSizes(F.group_norm, num_groups, eps), _Moments(eps, num_groups)
     return _affine(call, input, weight, bias, normalize, moments, trailing=False)
 
 

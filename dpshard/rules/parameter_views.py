@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dpshard.rules.call import Replay, Source
+from dpshard.rules.call import Recompute, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES, transposes
 from dpshard.rules.torch_functions import Function, function_name, outputs_of, tensors_of
 
@@ -22,13 +22,13 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     name, arguments = function_name(func), (*args, *kwargs.values())
     alike = output.is_complex() == tensors[0].is_complex()
     if torch.compiler.is_compiling():
-        # Dynamo cannot rebuild every closure, and this source is never replayed.
-        replay = _never_replayed
+        # Dynamo cannot rebuild every closure, and this source is never recomputed.
+        recompute = _never_recomputed
     elif name in _CASTS and len(parents) == 1 and alike:
-        # A replay of the cast would round the clipped sum in half precision.
-        replay = parents[0].replay
+        # To repeat the cast would round the clipped sum in half precision.
+        recompute = parents[0].recompute
     else:
-        replay = _replay_of(func, args, kwargs, sources, index)
+        recompute = _recompute_of(func, args, kwargs, sources, index)
     number = _element(args[1]) if name == "__getitem__" and len(tensors[0].shape) > 1 else None
     rearranges = (func in ISOMETRIC or name in ISOMETRIC_PROPERTIES) and (alike or name not in _CASTS)
     picks_once = name != "__getitem__" or number is not None or _is_basic(args[1])
@@ -37,7 +37,7 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
         form=f"{name}({', '.join(_text(x, sources, sizes=False) for x in arguments)})[{index}]",
         roots=tuple(dict.fromkeys(root for parent in parents for root in parent.roots)),
         shape=tuple(output.shape),
-        replay=replay,
+        recompute=recompute,
         isometric=rearranges and picks_once and len(parents) == 1 and parents[0].isometric,
         exact=all(x in sources and sources[x].exact for x in tensors),
         transpose_of=parents[0] if transposes(name, args, tensors[0].shape) else None,
@@ -45,7 +45,7 @@ def derive(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source]
     )
 
 
-def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Replay:
+def _recompute_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Source], index: int) -> Recompute:
     def kept(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
@@ -53,18 +53,18 @@ def _replay_of(func: Function, args: Any, kwargs: Any, sources: dict[Tensor, Sou
 
     kept_args, kept_kwargs = pytree.tree_map(kept, (args, kwargs))
 
-    def replay(values: dict[str, Tensor]) -> Tensor:
+    def recompute(values: dict[str, Tensor]) -> Tensor:
         def value(x: Any) -> Any:
-            return x.replay(values) if isinstance(x, Source) else x
+            return x.recompute(values) if isinstance(x, Source) else x
 
         own_args, own_kwargs = pytree.tree_map(value, (kept_args, kept_kwargs))
         return outputs_of(func(*own_args, **own_kwargs))[index]
 
-    return replay
+    return recompute
 
 
-def _never_replayed(values: dict[str, Tensor]) -> Tensor:
-    raise AssertionError("a source that was derived in a compiled region is never replayed")
+def _never_recomputed(values: dict[str, Tensor]) -> Tensor:
+    raise AssertionError("a source that was derived in a compiled region is never recomputed")
 
 
 def _element(index: Any) -> int | None:

@@ -54,6 +54,26 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
     return func, args
 
 
+@contextmanager
+def without_modes(
+    stack: Callable[[], Any], pop: Callable[[], Any], push: Callable[[Any], Any], left: Any
+) -> Iterator[None]:
+    """Take the modes for which `left(mode)` holds off a stack of torch's modes for a block."""
+    taken: list[Any] = []
+    while any(map(left, stack())):
+        taken.append(pop())
+    others = [mode for mode in reversed(taken) if not left(mode)]
+    for mode in others:
+        push(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            pop()
+        for mode in reversed(taken):
+            push(mode)
+
+
 class Passthrough:
     """A process-wide switch. While it is on, because a framework gathers or frees parameters, modes change no call."""
 

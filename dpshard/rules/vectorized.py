@@ -14,29 +14,12 @@ from torch.utils import _pytree as pytree
 
 from dpshard.rules.call import Call
 from dpshard.rules.registry import rule
+from dpshard.rules.torch_functions import functions_named
 
 
 @rule(
-    torch.bmm,
-    Tensor.bmm,
-    torch.baddbmm,
-    Tensor.baddbmm,
-    torch.mv,
-    Tensor.mv,
-    torch.einsum,
-    F.prelu,
-    torch.prelu,
-    Tensor.prelu,
-    torch.outer,
-    Tensor.outer,
-    torch.inner,
-    Tensor.inner,
-    torch.tensordot,
-    torch.addmv,
-    Tensor.addmv,
-    torch.cdist,
-    F.cosine_similarity,
-    F.pairwise_distance,
+    *functions_named("bmm baddbmm mv addmv prelu outer inner einsum tensordot cdist".split()),
+    *(F.prelu, F.cosine_similarity, F.pairwise_distance),
 )
 def vectorized(call: Call, *args: Any, **kwargs: Any) -> Tensor:
     """Return the function's result under vmap; parameters enter as [B, *shape]."""

@@ -7,9 +7,7 @@ random numbers are drawn, reversed units must give reversed output.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-import functools
 import random
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import fields, is_dataclass
@@ -21,7 +19,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from dpshard.errors import VerificationError
-from dpshard.interception import access_to
+from dpshard.interception import GENERATORS, access_to, walk_through
 from dpshard.randomness import host_states, restore_host
 from dpshard.sampling.units import are_plain
 
@@ -57,7 +55,7 @@ class CollationVerified:
         data = self.collate_fn(rows)
         after = generators.states()
         try:
-            verify_collation(self._values, kept, generators, before, self._calls, self._rows_per_unit)
+            self._verify(kept, generators, before)
         finally:
             generators.restore(after)
         return data
@@ -68,58 +66,46 @@ class CollationVerified:
         except Exception:  # noqa: BLE001 - user code may raise anything on an invented micro-batch
             return None
 
+    def _verify(self, rows: list[Any], generators: _Generators, begin: list[Any]) -> None:
+        unit = self._rows_per_unit
 
-def verify_collation(
-    values: Callable[[list[Any]], list[Any] | None],
-    rows: list[Any],
-    generators: _Generators,
-    begin: list[Any],
-    call: int,
-    rows_per_unit: int = 1,
-) -> None:
-    """Raise VerificationError unless rows stay when other rows change, and stay in their unit."""
+        def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
+            generators.restore(begin)
+            return self._values(rows), _frozen(generators.states())
 
-    def run(rows: list[Any], begin: list[Any]) -> tuple[list[Any] | None, Any]:
-        generators.restore(begin)
-        return values(rows), _frozen(generators.states())
-
-    expected, end = run(rows, begin)
-    again, _ = run(rows, begin)
-    if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
-        return  # it draws from generators that cannot be reset
-    if rows_per_unit > 1 and end == _frozen(begin):
-        reverse = [
-            i
-            for start in range(len(rows) - rows_per_unit, -1, -rows_per_unit)
-            for i in range(start, start + rows_per_unit)
-        ]
-        found, _ = run([rows[i] for i in reverse], begin)
-        if found is not None and not _alike([_picked(x, reverse) for x in expected], found, list(range(len(rows)))):
-            raise VerificationError(_SCATTERS)
-    draws, shuffled = end != _frozen(begin), np.random.default_rng((len(rows), call)).permutation
-    suspects = []
-    for _ in range(SPLITS):
-        order = shuffled(len(rows)).tolist()
-        for kept in (order[: len(rows) // 2], order[len(rows) // 2 :]):
-            others = [row if i in kept else rows[kept[0]] for i, row in enumerate(rows)]
-            found, other_end = run(others, begin)
-            if found is None:
-                continue
-            if end != other_end:
-                return  # the content of a row decides how many numbers are drawn
-            if (fault := _fault(expected, found, kept)) is not None:
-                suspects.append((fault, others, kept))
-    for fault, others, kept in suspects:
-        faults = 0
-        for seed in range(SEEDS if draws else 0):
-            generators.seed(seed)
-            start = generators.states()
-            (one, end_of_one), (other, end_of_other) = run(rows, start), run(others, start)
-            if one is None or other is None or end_of_one != end_of_other:
-                return
-            faults += _fault(one, other, kept) is not None
-        if not draws or faults > SEEDS // 4:
-            raise VerificationError(fault)
+        expected, end = run(rows, begin)
+        again, _ = run(rows, begin)
+        if not expected or again is None or not _alike(expected, again, list(range(len(rows)))):
+            return  # it draws from generators that cannot be reset
+        if unit > 1 and end == _frozen(begin):
+            reverse = [i for start in range(len(rows) - unit, -1, -unit) for i in range(start, start + unit)]
+            found, _ = run([rows[i] for i in reverse], begin)
+            if found is not None and not _alike([_picked(x, reverse) for x in expected], found, list(range(len(rows)))):
+                raise VerificationError(_SCATTERS)
+        draws, shuffled = end != _frozen(begin), np.random.default_rng((len(rows), self._calls)).permutation
+        suspects = []
+        for _ in range(SPLITS):
+            order = shuffled(len(rows)).tolist()
+            for kept in (order[: len(rows) // 2], order[len(rows) // 2 :]):
+                others = [row if i in kept else rows[kept[0]] for i, row in enumerate(rows)]
+                found, other_end = run(others, begin)
+                if found is None:
+                    continue
+                if end != other_end:
+                    return  # the content of a row decides how many numbers are drawn
+                if (fault := _fault(expected, found, kept)) is not None:
+                    suspects.append((fault, others, kept))
+        for fault, others, kept in suspects:
+            faults = 0
+            for seed in range(SEEDS if draws else 0):
+                generators.seed(seed)
+                start = generators.states()
+                (one, end_of_one), (other, end_of_other) = run(rows, start), run(others, start)
+                if one is None or other is None or end_of_one != end_of_other:
+                    return
+                faults += _fault(one, other, kept) is not None
+            if not draws or faults > SEEDS // 4:
+                raise VerificationError(fault)
 
 
 def _fault(expected: list[Any], found: list[Any], kept: list[int]) -> str | None:
@@ -248,8 +234,8 @@ class _Generators:
     """The random generators of torch, NumPy and Python, and those that a function holds."""
 
     def __init__(self, function: Any) -> None:
-        found = {id(x): x for x in _held(function, 3)}
-        self._own = [(x, access) for x in found.values() if (access := access_to(x)) is not None]
+        held = [x for x in walk_through("", function).values() if isinstance(x, GENERATORS)]
+        self._own = [(x, access) for x in held if (access := access_to(x)) is not None]
 
     def states(self) -> list[Any]:
         own = (copy.deepcopy(read(x)) for x, (read, _) in self._own)
@@ -271,25 +257,6 @@ class _Generators:
         restore_host(states[:3])
         for (generator, (_, write)), state in zip(self._own, states[3:], strict=True):
             write(generator, state)
-
-
-def _held(x: Any, depth: int) -> Iterator[Any]:
-    if isinstance(x, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)):
-        yield x
-    elif depth and not isinstance(x, (Tensor, np.ndarray, torch.nn.Module)):
-        for part in _parts(x):
-            yield from _held(part, depth - 1)
-
-
-def _parts(x: Any) -> Iterator[Any]:
-    if isinstance(x, functools.partial):
-        yield from (x.func, *x.args, *x.keywords.values())
-        return
-    for cell in getattr(x, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # a cell may be empty
-            yield cell.cell_contents
-    yield getattr(x, "__self__", None)
-    yield from list(getattr(x, "__dict__", {}).values())
 
 
 def _frozen(x: Any) -> Any:

@@ -83,7 +83,7 @@ def verify_company(
 
 
 def _verify_order(repeated: RepeatedCall, before: Sequence[Tensor], places: Sequence[tuple[int, int] | None]) -> None:
-    """Verify outputs of the reversed rows, because sorting may leave one order as it is.
+    """Verify outputs of the reversed rows, because sorting may keep one order.
 
     In reverse, padding comes first, where it may use up a capacity.
     """

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -157,10 +157,7 @@ class Verifier:
         else:
             draws = [(Draws.fresh(random), list(Others)[random.integers(3)])]
         apart = sharding.parts is not None and sharding.parts.of_samples
-        verdict = Verdict(self._ranks if apart else None)
-        with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws[0][0], verdict=verdict)
-            repeated.backward = sharding.dry_backward
+        with self._repeated(replay, run, loss, chosen, draws[0][0], with_ranks=apart) as repeated:
             (together, kept), (alone, kept_alone) = repeated.leaves(chosen), repeated.leaves(chosen[:1])
             repeated.kept = rows_kept(kept, kept_alone, len(chosen))
             shapes = (
@@ -189,20 +186,27 @@ class Verifier:
                 verify_lengths(repeated)
         self._accept(replay, counters)
 
+    @contextmanager
+    def _repeated(
+        self, replay: Replay, run: Run, loss: Loss | None, chosen: list[int], draws: Draws, *, with_ranks: bool
+    ) -> Iterator[RepeatedCall]:
+        verdict, sharding = Verdict(self._ranks if with_ranks else None), self._sharding
+        with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
+            repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
+            repeated.backward = sharding.dry_backward
+            yield repeated
+
     def _verify_packed(
         self, replay: Replay, run: PackedRun, loss: Loss | None, random: np.random.Generator, *, thorough: bool
     ) -> None:
         if not run.packed.places:
             return
-        sharding = self._sharding
         chosen = pick_units(run, int(random.integers(run.rows)), SAMPLES if thorough else 2)
         together = replay.parameters.unshards(run.module)
-        verdict, draws = Verdict(self._ranks if together else None), AS_DRAWN if thorough else Draws.fresh(random)
-        with verdict.shared(), sharding.guard_disabled(), replay.isolate(run.module) as state, torch.enable_grad():
-            repeated = RepeatedCall(replay, state, run, loss, self._mean, chosen, draws, verdict=verdict)
-            repeated.backward = sharding.dry_backward
+        draws = AS_DRAWN if thorough else Draws.fresh(random)
+        with self._repeated(replay, run, loss, chosen, draws, with_ranks=together) as repeated:
             double = functools.partial(self._agrees_in_double, repeated)
-            verify_packed(repeated, sharding, self._clipper, random, double, thorough=thorough)
+            verify_packed(repeated, self._sharding, self._clipper, random, double, thorough=thorough)
             repeated.draws = AS_DRAWN
             others = [run.with_contents(chosen[:1], shuffled)]
             counters = verify_memory(repeated, others, thorough=thorough)

@@ -107,14 +107,18 @@ class Watch:
         self._hooking = [hooks for hooks in self._hooks if hooks]
         self._hooked = self._hook_ids()
 
-    def _look_up(self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None) -> None:
+    def _look_up(
+        self, owner: dict[Any, Any], keys: Collection[Any], path: str, seen: set[int] | None = None, depth: int = 0
+    ) -> None:
         for key in keys:
-            x = owner[key]
+            x, place = owner[key], f"{path}[{key}]" if depth else f"{path}{key}"
             self._owners.append(owner)
             self._keys.append(key)
-            self._kinds[f"{path}{key}"] = id(x) if seen is None or key == "forward" else _kind(x)
-            if seen is not None and key != "forward":
-                self._look_into(f"{path}{key}", x, seen, 0)
+            if seen is None or (key == "forward" and not depth):
+                self._kinds[place] = id(x)
+            else:
+                self._kinds[place] = _kind(x)
+                self._look_into(place, x, seen, depth)
 
     def _look_into(self, path: str, x: Any, seen: set[int], depth: int) -> None:
         if isinstance(x, Tensor):
@@ -132,7 +136,7 @@ class Watch:
         if depth == _DEEPEST or len(seen) > _MOST_HELD or (sized and len(x) > _MOST_ITEMS):
             return
         if isinstance(x, dict):
-            self._look_at_items(path, x, seen, depth)
+            self._look_up(x, x, path, seen, depth + 1)
         elif isinstance(x, list | tuple | deque):
             self._lists.append(x)
             # The position of an item does not matter.
@@ -141,14 +145,7 @@ class Watch:
                 self._look_into(f"{path}[]", item, seen, depth + 1)
         elif container(x) is not None and hasattr(x, "__dict__") and not callable(x):
             self._sized.append(vars(x))
-            self._look_at_items(path, vars(x), seen, depth)
-
-    def _look_at_items(self, path: str, x: dict[Any, Any], seen: set[int], depth: int) -> None:
-        for key, item in x.items():
-            self._owners.append(x)
-            self._keys.append(key)
-            self._kinds[f"{path}[{key}]"] = _kind(item)
-            self._look_into(f"{path}[{key}]", item, seen, depth + 1)
+            self._look_up(vars(x), vars(x), path, seen, depth + 1)
 
     def _sign(self) -> Signature:
         return (

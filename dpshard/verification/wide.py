@@ -89,7 +89,7 @@ def widened(repeated: RepeatedCall, clipper: Clipper) -> Iterator[tuple[Repeated
         in_double = replace(repeated, run=replace(repeated.run, leaves=leaves), loss=loss)
         key = layouts.key(in_double.run)
         if key not in layouts.found:
-            layouts.found[key] = layouts.found.get(layouts.key(run), {})  # packed rows have none
+            layouts.found[key] = layouts.of(run)
             added = key
         with Doubled():
             yield in_double, Widened(parameters), clipper.with_values(values)

@@ -65,7 +65,7 @@ def mlp(kind=nn.Sequential):
 def test_a_plain_forward_makes_few_calls():
     calls = steady_calls(mlp())
     total = in_rooms(calls, "interception", "rules", "clipping")
-    assert 0 < total <= 105, calls
+    assert 0 < total <= 103, calls
 
 
 def test_a_plain_forward_pays_nothing_for_rows_that_the_data_picks():
@@ -86,4 +86,4 @@ def test_another_layer_costs_the_same_again():
         in_rooms(steady_calls(nn.Sequential(*(nn.Linear(6, 6) for _ in range(n)))), "interception", "rules", "clipping")
         for n in (1, 2, 3)
     )
-    assert three - two == two - one <= 21
+    assert three - two == two - one <= 19

@@ -276,3 +276,12 @@ def test_packed_rows_need_verification_and_single_rows(options):
     with pytest.raises(ConfigurationError, match="Packed rows need verify=True"), packed:
         pass
     engine.detach()
+
+
+def test_compiled_autograd_is_refused():
+    """It would leave out the nodes that clip."""
+    with (
+        torch._dynamo.config.patch(compiled_autograd=True),
+        pytest.raises(ConfigurationError, match=r"compiled_autograd is on"),
+    ):
+        step(LanguageModel(), documents(), 1.0)

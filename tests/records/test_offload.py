@@ -178,7 +178,7 @@ def test_another_storage_at_the_same_address_is_another():
     offload, waiting = Offload(0, lambda _: SimulatedGpu()), []
     for i in range(9):
         waiting.append(offload.wait(str(i), PerSampleGrad(torch.full((4, 4), float(i)))))
-        offload._spill._copies.settle()
+        offload._copies.settle()
     for i, away in enumerate(waiting):
         assert (offload.fetch(away)[0].gradient == i).all()
 

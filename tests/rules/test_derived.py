@@ -210,13 +210,13 @@ def test_a_parameter_written_into_a_buffer_is_refused():
 
 
 def test_dropout_on_a_parameter_is_refused():
-    """Its replay would draw another mask."""
+    """Its recompute would draw another mask."""
     with pytest.raises(DpshardError, match=r"w|course"):
         private_step(Use(lambda m, x: F.linear(x, F.dropout(m.w, 0.5)), w=randn(P, D)), (randn(4, T, D),))
 
 
-def source(replay, shape):
-    return Source("f(w, u)", "f(w, u)", ("w", "u"), shape, replay, isometric=False, exact=True)
+def source(recompute, shape):
+    return Source("f(w, u)", "f(w, u)", ("w", "u"), shape, recompute, isometric=False, exact=True)
 
 
 def test_pull_back_is_the_vector_jacobian_product():
@@ -224,7 +224,7 @@ def test_pull_back_is_the_vector_jacobian_product():
     derived = source(lambda v: (v["w"] * v["u"]).exp(), (3, 2))
     g = randn(4, 3, 2)
     leaves = {name: x.clone().requires_grad_() for name, x in values.items()}
-    expected = [torch.autograd.grad(derived.replay(leaves), list(leaves.values()), g[i]) for i in range(4)]
+    expected = [torch.autograd.grad(derived.recompute(leaves), list(leaves.values()), g[i]) for i in range(4)]
     per_sample = pull_back_per_sample(derived, PerSampleGrad(g), values)
     total = pull_back(derived, g.sum(0), values)
     for i, name in enumerate(values):

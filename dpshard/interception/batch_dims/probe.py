@@ -26,7 +26,7 @@ from dpshard.interception.batch_dims.row_order import ROWS, UndecidedDim, settle
 from dpshard.interception.determinism import DeterministicForward
 from dpshard.interception.protocols import Exchange
 from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
-from dpshard.interception.vmapped import lift, transforms_are_active
+from dpshard.interception.vmapped import lift, outside_transforms, transforms_are_active
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.parameter_views import derive
@@ -79,7 +79,7 @@ class _Compared(DeterministicForward):
         call = lift(func, args, kwargs)
         if call.differentiated or not any(x.requires_grad for x in tensors_of((call.args, call.kwargs))):
             return None
-        with call.outside():
+        with outside_transforms():
             result = self.__torch_function__(call.func, types, call.args, call.kwargs)
         return (call.lower(result),)
 
@@ -285,7 +285,7 @@ class _SecondRun(_Compared):
         self._most[key, place] = max(k, self._most.get((key, place), 0))
 
     def keep_orders_of(self, layout: Layout) -> None:
-        """Take the orders of rows from another run. This run has too many samples to keep their values."""
+        """Take the orders of rows from another run, because this one is too large to keep values."""
         for key, found in self.layout.items():
             known = layout.get(key)
             if known is not None and len(known.axes) == len(found.axes):
@@ -296,7 +296,7 @@ class _SecondRun(_Compared):
             self.layout[key] = found.with_axes(axes)
 
     def note_most(self, rows_per_unit: int) -> None:
-        """Note where no sample had more rows than a unit. Values there do not show the order of more rows."""
+        """Note where no sample had more rows than a unit, because such values show no order of more rows."""
         for key, found in self.layout.items():
             few = [self._most.get((key, place), 0) for place in range(len(found.axes))]
             axes = [a and replace(a, most=k if k <= rows_per_unit else 0) for a, k in zip(found.axes, few, strict=True)]

@@ -8,7 +8,7 @@ import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -29,24 +29,41 @@ class Offload:
     """The waiting records. `keep`: "auto", or the GiB that stay on the device."""
 
     def __init__(self, keep: float | Literal["auto"], gpu: Callable[[torch.device], Gpu] | None = None) -> None:
-        self._keep: float | Literal["auto"] = keep
+        self._auto, self._limit = keep == "auto", math.inf if keep == "auto" else keep * 2**30
         self._make = gpu
-        self._spill: _Spill | None = None
+        self._opened: tuple[Gpu, Copies] | None = None  # at the first record
+        self._here = 0  # bytes of waiting records on the device
+        self._known: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
+        self._victims: list[tuple[float, int, weakref.ref[Storage]]] = []  # heap: the next one to leave first
+        self._arrivals, self._clock = itertools.count(), itertools.count()
+        self._turn: dict[str, int] = {}  # when a parameter was last summed
+        self._returning: list[weakref.ref[Storage]] = []  # the next one last
+        self._differing: list[Tensor] = []
+
+    @property
+    def _gpu(self) -> Gpu:
+        assert self._opened is not None
+        return self._opened[0]
+
+    @property
+    def _copies(self) -> Copies:
+        assert self._opened is not None
+        return self._opened[1]
 
     def bundles_small(self) -> bool:
-        """Return True if small records may wait to be measured together."""
-        return self._keep == "auto"  # the memory in use includes them
+        """Return True if small records may wait for others."""
+        return self._auto  # the memory in use includes them
 
     def wait(self, name: str, record: Record) -> Waiting:
         """Take a measured record; offload records that do not fit."""
         values = {field.name: getattr(record, field.name) for field in fields(record)}
         tensors = {key: x for key, x in values.items() if isinstance(x, Tensor)}
-        if self._spill is None:
+        if self._opened is None:
             device = next(iter(tensors.values())).device
             if self._make is None and device.type == "cpu":
                 return Waiting(name, type(record), values, versions(record))  # in the host's memory
-            self._spill = _Spill(self._keep, *self._open(device))
-        views = self._spill.take(name, tensors)
+            self._opened = self._open(device)
+        views = self._take(name, tensors)
         return Waiting(name, type(record), {**values, **views})
 
     def _open(self, device: torch.device) -> tuple[Gpu, Copies]:
@@ -63,35 +80,27 @@ class Offload:
 
     def expect(self, waiting: Sequence[Waiting]) -> None:
         """Begin to return these records, because their sums come next."""
-        if self._spill is not None:
-            self._spill.expect(waiting)
+        coming = sorted(waiting, key=lambda w: self._turn.get(w.name, 0), reverse=True)
+        self._returning = [weakref.ref(storage) for w in coming for storage in w.storages()] + self._returning
+        self._return_some()
 
     def fetch(self, waiting: Waiting) -> tuple[Record, Tensor | None]:
         """Return a record, and whether it differs from the one that was taken: bool [], None if it never left."""
-        values, differs = waiting.values, None
-        if self._spill is not None:
-            values, differs = self._spill.fetch(waiting)
+        self._turn[waiting.name] = next(self._clock)
+        values = {key: self._fetched(x) if isinstance(x, View) else x for key, x in waiting.values.items()}
+        self._return_some()
+        if self._opened is not None and not self._returning:
+            self._copies.settle()
+        differs = [storage.differs for storage in waiting.storages() if storage.differs is not None]
         waiting.require_unwritten()
-        return waiting.kind(**values), differs
+        return waiting.kind(**values), torch.stack(differs).any() if differs else None
 
     def take_differing(self) -> Tensor | None:
         """Return, once, whether any returned record differed: bool [], None without one."""
-        return None if self._spill is None else self._spill.take_differing()
+        found, self._differing = self._differing, []
+        return torch.stack(found).any() if found else None
 
-
-class _Spill:
-    def __init__(self, keep: float | Literal["auto"], gpu: Gpu, copies: Copies) -> None:
-        self._auto, self._gpu, self._copies = keep == "auto", gpu, copies
-        self._limit = math.inf if keep == "auto" else keep * 2**30
-        self._here = 0  # bytes of waiting records on the device
-        self._known: weakref.WeakValueDictionary[tuple[int, int], Storage] = weakref.WeakValueDictionary()
-        self._victims: list[tuple[float, int, weakref.ref[Storage]]] = []  # heap: the next one to leave first
-        self._arrivals, self._clock = itertools.count(), itertools.count()
-        self._turn: dict[str, int] = {}  # when a parameter was last summed
-        self._returning: list[weakref.ref[Storage]] = []  # the next one last
-        self._differing: list[Tensor] = []
-
-    def take(self, name: str, tensors: dict[str, Tensor]) -> dict[str, View]:
+    def _take(self, name: str, tensors: dict[str, Tensor]) -> dict[str, View]:
         if not self._known:  # a backward pass begins
             self._victims.clear()
             self._returning.clear()
@@ -136,25 +145,11 @@ class _Spill:
         else:
             self._here -= storage.nbytes
 
-    def expect(self, waiting: Sequence[Waiting]) -> None:
-        coming = sorted(waiting, key=lambda w: self._turn.get(w.name, 0), reverse=True)
-        self._returning = [weakref.ref(storage) for w in coming for storage in w.storages()] + self._returning
-        self._return_some()
-
     def _return_some(self) -> None:
         while self._returning and self._copies.arriving < WINDOW:
             storage = self._returning.pop()()
             if storage is not None and isinstance(storage.place, Away):
                 self._copies.begin_return(storage.place)
-
-    def fetch(self, waiting: Waiting) -> tuple[dict[str, Any], Tensor | None]:
-        self._turn[waiting.name] = next(self._clock)
-        values = {key: self._fetched(x) if isinstance(x, View) else x for key, x in waiting.values.items()}
-        self._return_some()
-        if not self._returning:
-            self._copies.settle()
-        differs = [storage.differs for storage in waiting.storages() if storage.differs is not None]
-        return values, torch.stack(differs).any() if differs else None
 
     def _fetched(self, view: View) -> Tensor:
         storage = view.storage
@@ -170,7 +165,3 @@ class _Spill:
         differs = checksum(now) != left
         storage.differs = differs if storage.differs is None else storage.differs | differs
         self._differing.append(differs)
-
-    def take_differing(self) -> Tensor | None:
-        found, self._differing = self._differing, []
-        return torch.stack(found).any() if found else None
