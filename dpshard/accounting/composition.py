@@ -1,7 +1,7 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` computes privacy loss distributions ("pld": tight; composed in fourier.py) and Renyi divergences
-("rdp": quick, looser). The central limit approximation ("gdp") is no upper bound.
+`dp-accounting` computes privacy loss distributions ("pld": tight; composed in fourier.py) and Renyi divergences ("rdp":
+quick, looser). The central limit approximation ("gdp") is no upper bound.
 
 [Note: Discrete Gaussian noise under sampling]
 At whole orders, and only there, its Renyi divergences are at most those of the sampled Gaussian, in both directions.

@@ -1,9 +1,9 @@
 """Privacy losses of balls in bins with correlated noise: an upper bound by a public simulation.
 
 A sample of bin i takes part at the steps i, i + T, ...; i is uniform. Let u_t(i) be the sum of |c_{t-s}| over its steps
-s <= t. Let K_ij be the sum over t of u_t(i) u_t(j). In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which adds
-u_t(i) to row t. A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2, and divergences rise with K.
-k branches have at most k K: sigma / sqrt(k). docs/accounting.md has the proofs (Choquette-Choo et al. 2024,
+s <= t. Let K_ij be the sum over t of u_t(i) u_t(j). In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which
+adds u_t(i) to row t. A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2, and divergences rise
+with K. k branches have at most k K: sigma / sqrt(k). docs/accounting.md has the proofs (Choquette-Choo et al. 2024,
 arXiv:2410.06266, for C >= 0).
 
 [Note: Bins on a circle]
