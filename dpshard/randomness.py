@@ -7,9 +7,9 @@ number of ranks.
 [Note: Strength]
 HMAC-SHA-256 makes the keys, so a key reveals nothing about another key or the secret. AES-256 in counter mode expands a
 key to bits indistinguishable from random ones. (GCM, NIST SP 800-38D, without its tag: OpenSSL runs it 2.5 times as
-fast. Beyond 2^36 bytes per key the cipher raises.) Box-Muller makes normals; 62 bits of radius reach 9.3 standard
-deviations. [Note: Secure noise] in noise/keyed.py treats the floating-point side channel. (`torch.Generator` on the CPU
-is too weak: its 32-bit seeds can be enumerated.)
+fast. Beyond 2^36 bytes per key it raises.) Box-Muller makes normals; 62 bits of radius reach 9.3 standard deviations.
+[Note: Secure noise] in noise/keyed.py treats the floating-point side channel. `torch.Generator` is too weak on the CPU:
+its 32-bit seeds can be enumerated.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Privacy accounting: releases, their ledger, their epsilon, and calibration.
 
-Imports no torch, and dp-accounting only when needed. Begin with `releases.py`. `mechanism.py` turns a schedule into
-releases. `sampling_schemes.py` and `balls_in_bins.py` compose steps that share a release, and `spans.py` charges
-repeated steps. `bounds.py` and `composition.py` give epsilon. May import `records`, `noise`, `sampling` and below.
+Imports no torch, and dp-accounting only when needed. Begin with `releases.py`. May import `records`, `noise`,
+`sampling` and below.
 """
 
 from dpshard.accounting.bounds import Bound, compute_bound, compute_epsilon, epsilon_of

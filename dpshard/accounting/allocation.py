@@ -1,17 +1,13 @@
 """Privacy losses of random allocation: every sample is in one random step of each epoch.
 
 [Note: The pair of random allocation]
-Let Q be N(0, sigma^2 I_T) in units of R. P adds 1 to coordinate I, uniform on the T steps. (P, Q) dominates both
-directions of an epoch; docs/accounting.md has the proof (Feldman and Shenfeld 2025, arXiv:2502.08202). In its first n
-steps, P adds 1 only if I < n.
+In units of R, Q is N(0, sigma^2 I_T); P adds 1 to coordinate I, uniform on the T steps. In its first n steps, P adds 1
+only if I < n. docs/accounting.md proves that (P, Q) dominates both directions of an epoch.
 
-Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). Both hockey-stick
-divergences are means of convex functions of A. To move mass to the two neighbouring grid points, with the same mean,
-only raises these. So 2 log2(T) sums on grids of log A give a dominating pair.
-
-Mass that is cut off counts as an infinite loss: at most TAIL at each end of each grid. The sums for A form a tree of 2
-T nodes, so the total is less than 8 T TAIL. All terms are positive, so the relative rounding of masses is about T
-2^-52.
+Under Q, A = dP/dQ is the mean of T independent log-normal X_t = exp((x_t - 1/2) / sigma^2). It is summed on grids of
+log A. Mass moves to the two neighbouring grid points with the same mean, which only raises divergences. Mass that is
+cut off, at most TAIL at each end of each grid, counts as an infinite loss. The sums form a tree of 2 T nodes, so the
+total is less than 8 T TAIL. Terms are positive, so masses are rounded by about T 2^-52, relatively.
 """
 
 from __future__ import annotations
@@ -153,42 +149,31 @@ def _mixed(a: Ratio, m: int, b: Ratio, k: int, interval: float) -> Ratio:
     first = stride * min(a.first, b.first) + shrink
     length = stride * max(a.first + len(a.under_q), b.first + len(b.under_q)) + 2 - first
     out_q, out_p = np.zeros(length), np.zeros(length)
-    _add(out_q, out_p, first, a, m, b, k, 0, stride, interval)
-    _add(out_q, out_p, first, b, k, a, m, 1, stride, interval)
+
+    def add(a: Ratio, m: int, b: Ratio, k: int, least: int) -> None:
+        """Add the pairs in which A is at least `least` grid points above B."""
+        least = max(least, a.first - b.first - len(b.under_q) + 1)
+        most = a.first + len(a.under_q) - 1 - b.first
+        if most < least:
+            return
+        distance = np.arange(least, most + 1)
+        ratio = np.logaddexp(math.log(m), math.log(k) - distance * common) - math.log(m + k)
+        low, weights = _split(ratio, interval)
+        edges = np.flatnonzero(np.diff(low)) + 1
+        for start, stop in zip([0, *edges], [*edges, len(low)], strict=True):
+            begin = b.first + least + int(start) - a.first
+            i0, i1 = max(0, begin), min(len(a.under_q), begin + len(b.under_q) + int(stop - start) - 1)
+            if i1 <= i0:
+                continue
+            for shift, of_q, of_p in weights:
+                kernel_q, kernel_p = of_q[start:stop], of_p[start:stop]
+                place = stride * (a.first + i0) + int(low[start]) + shift - first
+                out = slice(place, place + stride * (i1 - i0 - 1) + 1, stride)
+                within = slice(i0 - begin, i1 - begin)
+                out_q[out] += a.under_q[i0:i1] * np.convolve(b.under_q, kernel_q)[within]
+                by_q, by_p = np.convolve(b.under_q, kernel_p)[within], np.convolve(b.under_p, kernel_p)[within]
+                out_p[out] += (m * a.under_p[i0:i1] * by_q + k * a.under_q[i0:i1] * by_p) / (m + k)
+
+    add(a, m, b, k, 0)
+    add(b, k, a, m, 1)
     return Ratio(interval, first, out_q, out_p).cut()
-
-
-def _add(
-    out_q: Masses,
-    out_p: Masses,
-    first: int,
-    a: Ratio,
-    m: int,
-    b: Ratio,
-    k: int,
-    least: int,
-    stride: int,
-    interval: float,
-) -> None:
-    """Add to the result the pairs in which A is at least `least` grid points above B."""
-    least = max(least, a.first - b.first - len(b.under_q) + 1)
-    most = a.first + len(a.under_q) - 1 - b.first
-    if most < least:
-        return
-    distance = np.arange(least, most + 1)
-    ratio = np.logaddexp(math.log(m), math.log(k) - distance * a.interval) - math.log(m + k)
-    low, weights = _split(ratio, interval)
-    edges = np.flatnonzero(np.diff(low)) + 1
-    for start, stop in zip([0, *edges], [*edges, len(low)], strict=True):
-        begin = b.first + least + int(start) - a.first
-        i0, i1 = max(0, begin), min(len(a.under_q), begin + len(b.under_q) + int(stop - start) - 1)
-        if i1 <= i0:
-            continue
-        for shift, of_q, of_p in weights:
-            kernel_q, kernel_p = of_q[start:stop], of_p[start:stop]
-            place = stride * (a.first + i0) + int(low[start]) + shift - first
-            out = slice(place, place + stride * (i1 - i0 - 1) + 1, stride)
-            within = slice(i0 - begin, i1 - begin)
-            out_q[out] += a.under_q[i0:i1] * np.convolve(b.under_q, kernel_q)[within]
-            by_q, by_p = np.convolve(b.under_q, kernel_p)[within], np.convolve(b.under_p, kernel_p)[within]
-            out_p[out] += (m * a.under_p[i0:i1] * by_q + k * a.under_q[i0:i1] * by_p) / (m + k)

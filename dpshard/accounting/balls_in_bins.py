@@ -1,9 +1,8 @@
 """How the steps of a run with random allocation compose: an epoch is one release.
 
-The first n sums of an epoch are a release of `allocated_steps` = n. Let k be the largest number of copies of a step in
-an epoch. k copies move a coordinate by sqrt(k) ([Note: Copies of a step share their batch] in spans.py). Scaled down,
-with noise added, it stands for a step with fewer copies. So the epoch costs at most as much as one with noise
-multiplier sigma / sqrt(k).
+The first n sums of an epoch are a release of `allocated_steps` = n. k copies of a step move a coordinate by sqrt(k)
+([Note: Copies of a step share their batch] in spans.py). Scaled down, with noise added, they stand for fewer copies. So
+an epoch with at most k copies of a step costs at most sigma / sqrt(k).
 """
 
 from __future__ import annotations

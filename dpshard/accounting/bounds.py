@@ -23,63 +23,26 @@ def require_accountant(name: str) -> None:
 
 def require_supported(release: Release, accountant: str) -> None:
     """Raise AccountingError unless `accountant` can analyse `release`."""
+    kinds: list[tuple[str, str, str]] = []  # what needs an analysis of its own, its accountant, how to do without
     if release.allocated_steps is not None:
-        _require_allocation(release, accountant)
-    if release.max_rows_per_unit > 1:
-        _require_units(release, accountant)
+        kinds.append(("random allocation (sampling='balls-in-bins')", "pld", "take other sampling"))
+    if (rows := release.max_rows_per_unit) > 1:
+        kinds.append((f"units of several samples (max_rows_per_unit={rows})", "pld", "leave max_rows_per_unit out"))
     if release.discretized_elements is not None:
-        _require_discrete(release, accountant)
-    if release.max_batch_size is not None and not accountant.startswith("pld"):
+        kinds.append(("discrete Gaussian noise (noise='discrete-gaussian')", "rdp", "take noise='gaussian'"))
+        if release.quantile_counts:
+            kinds.append(("the counts of adaptive_clipping, which get Gaussian noise", "rdp", "fix the thresholds"))
+    if (cap := release.max_batch_size) is not None:
+        kinds.append(("Poisson batches with a cap", "pld", f"drop max_batch_size={cap}"))
+    if not kinds:
+        return
+    (what, needed, without), *others = kinds
+    if not accountant.startswith(needed):
         raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse Poisson batches with a cap (max_batch_size="
-            f"{release.max_batch_size}): take accountant='pld', or drop the cap."
+            f"The accountant {accountant!r} cannot analyse {what}: take accountant={needed!r}, or {without}."
         )
-    if release.max_batch_size is not None:
-        _mathematics().require_truncation()
-
-
-def _require_allocation(release: Release, accountant: str) -> None:
-    if not accountant.startswith("pld"):
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse random allocation (sampling='balls-in-bins'): take "
-            f"accountant='pld'."
-        )
-    if release.max_batch_size is not None or release.discretized_elements is not None or release.max_rows_per_unit > 1:
-        raise AccountingError(
-            "Random allocation (sampling='balls-in-bins') is analysed for Gaussian noise, units of one sample, and "
-            "without a cap: drop max_batch_size and max_rows_per_unit, and take noise='gaussian'."
-        )
-
-
-def _require_units(release: Release, accountant: str) -> None:
-    if not accountant.startswith("pld"):
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse units of several samples (max_rows_per_unit="
-            f"{release.max_rows_per_unit}), which are mixtures of Gaussians: take accountant='pld'."
-        )
-    if release.max_batch_size is not None or release.discretized_elements is not None:
-        raise AccountingError(
-            f"Units of several samples (max_rows_per_unit={release.max_rows_per_unit}) are analysed for Gaussian noise "
-            f"and without a cap: drop max_batch_size, and take noise='gaussian'."
-        )
-
-
-def _require_discrete(release: Release, accountant: str) -> None:
-    if accountant != "rdp":
-        raise AccountingError(
-            f"The accountant {accountant!r} cannot analyse discrete Gaussian noise (noise='discrete-gaussian'): "
-            f"under sampling, only its Renyi divergences are proved. Take accountant='rdp', or noise='gaussian'."
-        )
-    if release.max_batch_size is not None:
-        raise AccountingError(
-            f"Discrete Gaussian noise (noise='discrete-gaussian') is not analysed for Poisson batches with a cap: drop "
-            f"max_batch_size={release.max_batch_size}, or take noise='gaussian' and accountant='pld'."
-        )
-    if release.quantile_counts:
-        raise AccountingError(
-            "Discrete Gaussian noise (noise='discrete-gaussian') is not analysed together with the counts of "
-            "adaptive_clipping, which get Gaussian noise: fix the thresholds, or take noise='gaussian'."
-        )
+    for other, _, without in others:
+        raise AccountingError(f"{what[0].upper()}{what[1:]} cannot be analysed together with {other}: {without}.")
 
 
 def require_search(accountant: str) -> None:
@@ -137,8 +100,8 @@ def epsilon_of(counts: Counts, delta: float, accountant: str, search: Search | N
 def bound_of(counts: Counts, delta: float, accountant: str, search: Search | None = None) -> Bound:
     """Return epsilon at `delta` of `counts` together: 0 for no release, inf without noise.
 
-    `accountant` is an AccountantName or a value of DRAFTS. Raises ConfigurationError for an impossible delta,
-    AccountingError for what the accountant cannot analyse.
+    `accountant` is an AccountantName, or "pld-draft", which is quicker and looser. Raises ConfigurationError for an
+    impossible delta, AccountingError for what the accountant cannot analyse.
     """
     require_probability("delta", delta)
     if not isinstance(search, Search | None):

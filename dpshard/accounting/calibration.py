@@ -17,8 +17,6 @@ from dpshard.errors import AccountingError
 
 M = TypeVar("M", bound=SampledMechanism)
 
-DRAFTS: dict[str, tuple[str, ...]] = {"pld": ("pld-draft",)}
-"""Quicker, looser accountants for the first phase of a calibration."""
 MIN_SIGMA, MAX_SIGMA = 0.05, 1e5
 """Range of noise multipliers that calibration searches."""
 SIGMA_TOLERANCE = 1e-5
@@ -60,7 +58,7 @@ def calibrate(
     log_term = -2 * math.log(target_delta)
     mu = math.sqrt(log_term + 2 * target_epsilon) - math.sqrt(log_term)
     sigma = math.log1p(mu**2 / variance) ** -0.5
-    for method in (*DRAFTS.get(accountant, ()), accountant):
+    for method in ("pld-draft", "pld") if accountant == "pld" else (accountant,):
 
         def epsilon_at(sigma: float, method: str = method) -> float:
             return epsilon_of(replace(mechanism, noise_multiplier=sigma).releases(), target_delta, method, search)

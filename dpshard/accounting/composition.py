@@ -1,21 +1,11 @@
 """Epsilon of a multiset of releases, by the accountants "pld", "rdp" and "gdp".
 
-`dp-accounting` computes privacy loss distributions ("pld": tight; composed in fourier.py) and Renyi divergences
-("rdp": quick, looser). The central limit approximation ("gdp") is no upper bound.
+`dp-accounting` computes privacy loss distributions ("pld": tight; composed in fourier.py) and Renyi divergences ("rdp":
+quick, looser). The central limit approximation ("gdp") is no upper bound.
 
 [Note: Discrete Gaussian noise under sampling]
-Let Q be the noise on Z^d with standard deviation s. P is the noise shifted by v in Z^d, |v| <= s / sigma. A step
-without a sample releases Q. One that draws it with probability q releases M = (1 - q) Q + q P. Mixing over the draw of
-the others increases no Renyi divergence. At whole orders a, both divergences are at most those of the sampled Gaussian.
-This does not cover other orders, or privacy loss distributions.
-- E_Q[(M/Q)^a] = sum over l of binomial(a, l) (1 - q)^(a - l) q^l E_Q[(P/Q)^l]. The last factor is exp(l (l - 1) |v|^2 /
-  (2 s^2)), because l v is in Z^d (Canonne et al., arXiv:2004.00010). So it grows with |v|, as for Gaussian noise.
-- D_a(Q || M) <= D_a(M || Q), as for densities (Mironov, Talwar and Zhang 2019, arXiv:1908.10530, Thm. 5). The map y ->
-  v - y exchanges P and Q, hence r = P/Q and 1/r. Sum over its pairs. Let u = 1 - q + q r and w = 1 - q + q / r. The
-  claim is u^a + r w^a >= u^(1 - a) + r w^(1 - a) for r >= 1. Let b = 2 a - 1 and K(x, y) = (y^b - x^b) (x y)^((1 - b) /
-  2). Since r w = 1 + r - u, the claim is K(1, u) >= K(r w, r). Both intervals have the length D = u - 1 = r - r w. The
-  first lies lower: 1 <= r w. With y / x = e^(2 t), K is D sinh(b t) / sinh(t). It is non-decreasing in t, and t is
-  larger for the lower interval.
+At whole orders, and only there, its Renyi divergences are at most those of the sampled Gaussian, in both directions.
+docs/accounting.md has the proof. None is known for privacy loss distributions.
 """
 
 from __future__ import annotations
@@ -44,7 +34,6 @@ from dpshard.accounting import allocation, fourier, mixtures, simulation
 from dpshard.accounting.releases import SIMULATION_FAILURE, Counts, Relation, Release, relation_of
 from dpshard.accounting.search import Search
 from dpshard.config import require_probability
-from dpshard.errors import AccountingError
 
 MAX_DISTINCT = 64
 """Largest number of distinct sampling probabilities; with more, neighbours are merged."""
@@ -62,10 +51,7 @@ ROOT_ERROR = 1e-11
 
 
 def tightest(counts: Counts, delta: float, method: str) -> tuple[float, str]:
-    """Return epsilon at `delta` of noisy `counts`, and the accountant that found it.
-
-    `method` is an AccountantName, or "pld-draft", which is quicker and looser.
-    """
+    """Return epsilon at `delta` of noisy `counts`, and the accountant that found it."""
     epsilon = _METHODS[method](counts, delta)
     compared = method == "pld" or (method == "pld-draft" and epsilon == math.inf)
     if compared and all(_is_plain(release) for release, _ in counts):
@@ -79,18 +65,6 @@ def _is_plain(release: Release) -> bool:
     return release.max_batch_size is None and release.max_rows_per_unit == 1 and release.allocated_steps is None
 
 
-def require_truncation() -> None:
-    """Raise AccountingError unless the installed dp-accounting can analyse a capped batch."""
-    _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")
-    _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
-
-
-def _feature(module: Any, name: str) -> Any:
-    if not hasattr(module, name):
-        raise AccountingError(f"The installed dp-accounting lacks {name}, which a capped batch needs: upgrade it.")
-    return getattr(module, name)
-
-
 def event(release: Release) -> dp_accounting.DpEvent:
     """Return `release` as an event of dp-accounting; for discrete noise, valid only at whole orders."""
     if release.noise_multiplier == 0:
@@ -98,7 +72,7 @@ def event(release: Release) -> dp_accounting.DpEvent:
     if release.max_batch_size is None:
         gaussian = dp_accounting.GaussianDpEvent(release.accounted_noise_multiplier)
         return dp_accounting.PoissonSampledDpEvent(release.sampling_probability, gaussian)
-    return _feature(dp_accounting, "TruncatedSubsampledGaussianDpEvent")(**_truncated(release))
+    return dp_accounting.TruncatedSubsampledGaussianDpEvent(**_truncated(release))
 
 
 def _truncated(release: Release) -> dict[str, Any]:
@@ -228,9 +202,8 @@ def _pld_epsilon(counts: Counts, delta: float, coarseness: int = 1) -> float:
 def _exact_epsilon(counts: Counts, delta: float) -> float | None:
     """Return epsilon if `counts` are a single Gaussian release of all samples; else None."""
     (release, count), *others = counts
-    if others or count > 1 or release.sampling_probability < 1 or release.max_batch_size is not None:
-        return None
-    if release.allocated_steps is not None:
+    capped, allocated = release.max_batch_size is not None, release.allocated_steps is not None
+    if others or count > 1 or release.sampling_probability < 1 or capped or allocated:
         return None
     mu = release.max_rows_per_unit / release.noise_multiplier
     if mu > LARGEST_LOSS or delta <= GAUSSIAN_ERROR:
@@ -305,8 +278,7 @@ def _single(release: Release, relation: Relation, interval: float) -> PrivacyLos
         return privacy_loss_distribution.from_gaussian_mechanism(
             release.noise_multiplier, sampling_prob=release.sampling_probability, **grid
         )
-    capped = _feature(privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
-    return capped(**_truncated(release), **grid)
+    return privacy_loss_distribution.from_truncated_subsampled_gaussian_mechanism(**_truncated(release), **grid)
 
 
 def _arguments(release: Release) -> tuple[float, int, int]:

@@ -1,28 +1,14 @@
 """Epsilon of composed privacy losses, by Fourier transforms whose rounding is bounded relative to delta.
 
 [Note: Tilted composition]
-A step has losses x = h j on a grid with masses p_j, and an infinite loss with mass m. Let p* be the convolution of all
-p. Delta is at most the sum of all m, plus the sum over x > epsilon of (1 - exp(epsilon - x)) p*_x. The error of a
-transform is relative to the *largest* masses. So tilt first: let q_j = p_j exp(t j - c), where q sums to about 1. Then
-exactly, for every t,
+A step has losses h j on a grid with masses p_j, and an infinite loss with mass m. Let p* be the convolution of all p.
+Delta is at most the sum of all m, plus the sum over x > epsilon of (1 - exp(epsilon - x)) p*_x. Transforms err relative
+to the *largest* masses. These are moved near epsilon: q_j = p_j exp(t j - c), with a sum of about 1. Exactly,
 
     p*_J = q*_J exp(C - t J),    C the sum of all c.
 
-Any t >= 0 gives a bound. Choose t so that q* is largest near epsilon. Let L = 2^k be the length of the transforms, u =
-2^-53, and a = 12 k u. Let w_J >= 0 be the factor of q*_J in delta. The computed delta lacks at most:
-- Transforms. A frequency f of q is rounded in k levels: u for an addition, sqrt(5) u for a product. Its twiddle factor
-  errs by 4 u. So f errs by at most a (sum of q). The product of powers f^n errs by prod (|f| + a)^n times the sum of n
-  a / (|f| + a). Its N multiplications add sqrt(5) u N. The inverse transform errs by a of the 2-norm (Higham 2002,
-  "Accuracy and stability of numerical algorithms", Thm. 24.2). By Parseval this bounds the 2-norm E of the error of q*.
-  By Cauchy and Schwarz, delta errs by |w| E over x > epsilon.
-- The window. Masses outside a window of L points appear inside it, which adds to delta. Mass above the window is at
-  most exp(K(s) - s * its upper end), for every s > 0. K are the log-moments of p*.
-- Relative rounding of q, w and of sums of positive terms: a factor, `_Composed.relative`.
-- Rounding of a step's masses. Let H be a step's exact delta as a function of epsilon, and H' that of the masses p. We
-  assume H <= H' + SINGLE_ERROR P(loss >= epsilon) + SINGLE_ABSOLUTE at grid points: tests compare with 50 digits. Add
-  the masses r p, moved up by g + 1 points, with r (1 - exp(-g h)) = SINGLE_ERROR. Add SINGLE_ABSOLUTE of infinite loss.
-  The H of this measure is at least the exact H, also between grid points. So it dominates the step, and domination
-  survives composition.
+Any t >= 0 is sound. docs/accounting.md bounds what delta lacks by transforms (`_Spectrum.error`), the window
+(`_Composed.above`), relative rounding (`_Composed.relative`), and rounded masses (`Losses.moved`).
 """
 
 from __future__ import annotations

@@ -125,12 +125,6 @@ class PrivacyLedger:
         releases of the run.
         """
         budget = (target_epsilon, target_delta)
-        if self._scheme is not None:
-            spans = self._with(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
-            return self._allows_spans(spans, target_epsilon, target_delta, self._scheme)
-        total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
-        if budget in self._fitting and total <= self._fitting[budget]:
-            return True
 
         def fits(all_releases: Counter[Release]) -> bool:
             if epsilon_of(tuple(all_releases.items()), target_delta, self.accountant) > target_epsilon:
@@ -138,20 +132,20 @@ class PrivacyLedger:
             self._fitting[budget] = all_releases
             return True
 
+        if self._scheme is not None:
+            spans = self._with(self.steps, release, unverified_sampling=unverified_sampling, follows=follows)
+            # With the rest of the plan first, because that result is cached.
+            finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, self._scheme.steps))]
+            return any(fits(self._earlier + cost_of(each, self._scheme)) for each in (finished, spans))
+        total = self._cost_with(self.steps, release, unverified_sampling=unverified_sampling)
+        if budget in self._fitting and total <= self._fitting[budget]:
+            return True
         planned = Counter(dict(plan))
         if total != self._cost + Counter([release]):  # a repeated step
             return fits(total | planned) or fits(total)
         if total[release] <= planned[release] and fits(total | planned):
             return True
         return largest_that_fits(lambda n: fits(self._cost + Counter({release: n})), max(self.releases, 1024)) > 0
-
-    def _allows_spans(
-        self, spans: list[Span], target_epsilon: float, target_delta: float, scheme: SamplingScheme
-    ) -> bool:
-        """Test `spans` together with the rest of the plan first, because that result is cached; then test `spans`."""
-        finished = [*spans[:-1], replace(spans[-1], stop=max(spans[-1].stop, scheme.steps))]
-        costs = (tuple((self._earlier + cost_of(each, scheme)).items()) for each in (finished, spans))
-        return any(epsilon_of(releases, target_delta, self.accountant) <= target_epsilon for releases in costs)
 
     def statement(self, delta: float, *, plan: Counts = (), generator: str = "", rows_per_unit: int = 1) -> str:
         """Return the guarantee in one sentence, with epsilon rounded up. Before any release, `plan` gives the relation.

@@ -2,16 +2,8 @@
 
 [Note: Units of several samples]
 A step draws every sample with probability q, independently; a unit has at most G samples. In units of R, Q = N(0,
-sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both directions. Norms may replace vectors
-(Choquette-Choo et al. 2024, arXiv:2310.15526, Cor. 4.7). A distribution of larger k gives no smaller divergence (ibid.,
-Lemma 4.5). This covers smaller units, and mass that is moved to a larger k.
-
-Delta at eps is P(x > t) - e^eps Q(x > t), if the loss at t is eps. The other direction is alike. dp-accounting finds t
-up to PRECISION only, so delta lacks the integral of |p - e^eps q| between. The loss rises by at most G / sigma^2 a unit
-of x. So the integral is at most G / sigma^2 PRECISION^2 / 2 times the density. The density of a normal is at most z + 1
-times its tail at z >= 0. Up to 10 sigma beyond all means, that is at most (G + 12 sigma) / sigma^2 times the mass
-above. Beyond, the mass is below SINGLE_ABSOLUTE. If np.isclose takes eps for the loss of an undrawn unit, t is
-infinite. Then delta lacks at most their difference, times the mass.
+sigma^2) and P = sum over k of Binomial(G, q)(k) N(k, sigma^2) dominate both directions. Mass may move to a larger k.
+docs/accounting.md has the proof, and the bound `error` on what dp-accounting's delta lacks.
 """
 
 from __future__ import annotations

@@ -1,15 +1,15 @@
 """The release of a step: all facts that determine its privacy.
 
 [Note: Releases and relations]
-Composition ignores the order of steps, so a run is a multiset of releases. Neighbouring data sets have the same N
-samples, but one contributes zero in one of them (zero-out at fixed N). Without a cap, a missing sample and one that
-contributes zero release the same, so dp-accounting's add-or-remove-one covers this. With a cap, a removed sample gives
-its slot to another one. That moves the sum by 2 R; replace-special covers it.
+Composition ignores the order of steps, so a run is a multiset of releases. One sample of the N contributes zero in one
+of two neighbouring data sets (zero-out at fixed N). Without a cap, a missing sample releases the same, so
+dp-accounting's add-or-remove-one covers this. With a cap, a removed sample gives its slot to another one. That moves
+the sum by 2 R; replace-special covers it.
 
 [Note: The price of a grid]
-Discrete Gaussian noise has a standard deviation of s = 2^24 grid steps. So a grid step is sigma R / s. With rounding,
-sums at distance R are at most s / sigma + ROUNDING sqrt(d) steps apart ([Note: Noise on a grid] in noise/keyed.py). The
-accounted noise multiplier is s over that distance: sigma / (1 + ROUNDING sqrt(d) sigma / s).
+Discrete Gaussian noise has a standard deviation of s = 2^24 grid steps, so a step is sigma R / s. Sums at distance R
+are at most s / sigma + ROUNDING sqrt(d) steps apart ([Note: Noise on a grid] in noise/keyed.py). The accounted noise
+multiplier is s over that distance.
 """
 
 from __future__ import annotations

@@ -1,12 +1,8 @@
 """A guarantee in terms of risk: bounds on an attacker who guesses whether one record was in the training data.
 
-The attacker has all other records. P is the outcome's distribution with the record, Q without it. A test accuses if
-the outcome is in a set S. (epsilon, delta)-DP means P(S) <= e^epsilon Q(S) + delta and 1 - Q(S) <= e^epsilon (1 - P(S))
-+ delta. The least bound over all pairs of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383).
-
-(epsilon, delta)-DP does not bound the belief at e^epsilon except with probability delta. Let the privacy loss L be the
-log of the ratio by which a result moves the odds. Delta is at least E[(1 - e^(epsilon - L))+]. So by Markov's
-inequality, a loss above epsilon + t has probability at most delta / (1 - e^-t). With t = ln(10/9) that is 10 delta.
+The attacker has all other records, and accuses if the outcome is in a set S. P is the outcome's distribution with the
+record, Q without it: P(S) <= e^epsilon Q(S) + delta, and likewise for the complements. The least bound over all pairs
+(epsilon, delta) of a mechanism holds, too (Dong, Roth and Su 2022, arXiv:1905.02383).
 """
 
 from __future__ import annotations
@@ -46,7 +42,7 @@ RARELY = 10.0
 
 
 def rarely_above(epsilon: float) -> float:
-    """Return a privacy loss that no result exceeds, except with probability 10 delta."""
+    """Return a privacy loss that no result exceeds, except with probability 10 delta; see docs/accounting.md."""
     return epsilon - math.log1p(-1 / RARELY)
 
 

@@ -1,7 +1,6 @@
 """How the steps of a run compose: a release is one step, one turn of a group, or the run.
 
 [Note: Ways to sample]
-docs/accounting.md has the proofs.
 - "poisson": every step draws each sample with probability B / N, and is a release.
 - "fixed-order": a sample is in at most one of any floor(N / B) consecutive steps. The run is one Gaussian release.
 - "cyclic-poisson": step t draws each sample of group t mod b with probability b B / N, b the bands of C. Each of the
@@ -9,11 +8,11 @@ docs/accounting.md has the proofs.
 - "balls-in-bins": every sample is in one random step of each epoch, which is a release. With correlated noise it is the
   same step in all epochs, and the run is one release.
 
-A run may go back to an earlier state, and continue with other sums and independent noise. Let D_n be the sensitivity of
-the first n rows. The tree of steps is one Gaussian mechanism with the root of the sum of D_n squared over the leaves
-(docs/accounting.md). A `Span` begins where a release does not follow the last one. So every leaf has a span that ends
-with it or later. In cyclic sampling, a window with rows of k spans costs as much as with noise multiplier sigma /
-sqrt(k). Window r lies in the steps [r b, (r + 2) b).
+A run may go back and continue with other sums and independent noise. The tree of its steps is one Gaussian mechanism.
+Let D_n be the sensitivity of the first n rows. That of the tree is the root of the sum of D_n squared over the leaves.
+A `Span` begins where a release does not follow the last one. So a span ends with each leaf, or later. In cyclic
+sampling, window r lies in the steps [r b, (r + 2) b). With rows of k spans it costs as much as with sigma / sqrt(k).
+docs/accounting.md has the proofs.
 """
 
 from __future__ import annotations

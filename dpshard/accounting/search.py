@@ -1,7 +1,7 @@
 """Private choice among runs: their number is random and secret, and only the best run is published.
 
-Draw the settings of each run at random, too. Then the outcome costs a few times one run (Papernot & Steinke 2022,
-arXiv:2110.03620). If settings change the releases, a run is a mixture, and costs as much as its worst candidate.
+Settings are drawn at random, too. Then the outcome costs a few times one run (Papernot & Steinke 2022,
+arXiv:2110.03620). If settings change the releases, a run costs as much as its worst candidate.
 """
 
 from __future__ import annotations

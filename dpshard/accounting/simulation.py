@@ -1,23 +1,20 @@
 """Privacy losses of balls in bins with correlated noise: an upper bound by a public simulation.
 
-docs/accounting.md has the proofs (Choquette-Choo et al. 2024, arXiv:2410.06266, for C >= 0).
-
 A sample of bin i takes part at the steps i, i + T, ...; i is uniform. Let u_t(i) be the sum of |c_{t-s}| over its steps
-s <= t. In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which adds u_t(i) to row t. Let K_ij be the sum over
-t of u_t(i) u_t(j). A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2. By Kahane's inequality,
-means of convex functions of A rise with K. k branches have at most k K: sigma / sqrt(k).
+s <= t. Let K_ij be the sum over t of u_t(i) u_t(j). In units of R, the worst pair is Q = N(0, sigma^2 I) and P, which
+adds u_t(i) to row t. A = dP/dQ is a mean of log-normal variables with covariances K / sigma^2, and divergences rise
+with K. k branches have at most k K: sigma / sqrt(k). docs/accounting.md has the proofs (Choquette-Choo et al. 2024,
+arXiv:2410.06266, for C >= 0).
 
 [Note: Bins on a circle]
 Let the rows be a circle of E T >= steps, where the columns of |C| run on at the beginning. That only adds to K, and
 K'_ij depends on i - j mod T only. `overlaps` are K'_d / K'_0, rounded up; `scheme.sensitivity` is the root of K'_0.
 What the matrix then lacks to be a covariance is added to its diagonal.
 
-Draw the loss, log A under P' with i = 0, or -log A under Q'. In standard normals, log A has a gradient of norm at most
-l = root of K'_0 / sigma. So P(loss > t) <= 1 - Phi(a) implies P(loss > t + s) <= 1 - Phi(a + s / l) (Borell 1975). The
-mass above the k-th largest of N draws is Beta(k, N - k + 1). It exceeds its quantile with probability `failure` only.
-
-SIMULATION_FAILURE covers both directions, all RANKS, and every sigma of a grid, to which sigma is rounded down. So
-sigma may be chosen by the same draws.
+The loss is drawn: log A under P' with i = 0, and -log A under Q'. The mass above the k-th largest of N draws is Beta(k,
+N - k + 1). It exceeds its quantile with probability `failure` only. From there on, the tail is at most Gaussian, with
+the root of K'_0 over sigma as deviation (Borell 1975). SIMULATION_FAILURE covers both directions, all RANKS, and a grid
+of sigma. So sigma, rounded down to it, may be chosen by the same draws.
 """
 
 from __future__ import annotations

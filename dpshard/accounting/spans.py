@@ -3,12 +3,10 @@
 [Note: Copies of a step share their batch]
 A sample is in all batches of the k releases of a step or in none. It moves k sums with independent noise by at most R
 each. So they cost one release with the same sampling and noise multiplier sigma / sqrt(k). Discrete noise counts k
-times as many elements. Steps may lie between the copies, because interactive mechanisms compose concurrently (Vadhan
-and Zhang 2023, arXiv:2207.08335).
+times as many elements. Steps may lie between the copies (Vadhan and Zhang 2023, arXiv:2207.08335).
 
-A script that feeds its own batches may draw another batch for a copy. Then the copies fall into groups with a batch
-each. The i-th largest group has at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k
-copies.
+A script that feeds its own batches may draw another one for a copy. Then the copies fall into groups with a batch each,
+the i-th largest of at most k / i copies. So k copies are charged as groups of k, k // 2, ..., k // k copies.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 An expert's records, norms and clip coefficients cover the W * B samples of all ranks. Each rank has different elements
 of a sample's gradient, so squared norms add up. All ranks get the same coefficients. An expert's clipped sum is
-complete on its rank. Rows that leave a rank get their samples' numbers plus (rank + 1) * B. So they differ from the
-rows of the other rank.
+complete on its rank. Rows that leave a rank have their samples' numbers plus (rank + 1) * B, unlike those of the other
+rank.
 """
 
 from __future__ import annotations

@@ -3,14 +3,14 @@
 [Note: Guarding the gradients] Any code may change a clipped sum in `.grad`. So
 - a hook on every parameter accepts only the tensor object that its anchor returned;
 - `.grad`, its version, and a checksum of its bits must be unchanged before more gradients or noise are added. The
-  version reveals writes that change no bit. The checksum reveals writes that torch does not count: through `.data`, and
-  by torch._foreach_* on shards;
+  version shows writes that change no bit. The checksum shows writes that torch does not count: through `.data`, and by
+  torch._foreach_* on shards;
 - checksums are compared at the first anchor of the next pass, and before the noise. On an accelerator only the release
   reads the result, because reading would stall. If modules have backward hooks, each anchor compares. A tensor hook's
   write through `.data` within the pass is not detected;
 - the store releases the tensors whose bits were digested, whatever lies in `.grad` by then;
 - foreign hooks on a parameter, and the loss of an own one, are refused.
-Only the sums of a failed backward pass, which are incomplete, may be dropped.
+Only the incomplete sums of a failed backward pass may be dropped.
 """
 
 from __future__ import annotations

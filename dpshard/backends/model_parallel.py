@@ -1,13 +1,12 @@
 """Refuses ranks that hold parts of one model or of one sample.
 
-[Note: Parts of a sample] With an undeclared part of its gradient, a sample counts for more than R. The engine looks for
-four signs:
-- some ranks do not share the data, and their role is unknown (`require_all_ranks`);
+[Note: Parts of a sample] With an undeclared part of its gradient, a sample counts for more than R. The engine refuses
+- ranks that do not share the data, and whose role is unknown (`require_all_ranks`);
 - parameters that were not placed by FSDP (`refuse_foreign_placements`);
 - a forward called by a pipeline schedule (`whole_samples`);
 - a forward, or a backward in verification, that communicates or computes on tensors split over ranks (`whole_samples`).
-  The engine does not detect messages outside torch.distributed, or in a branch that uses parameters as another branch
-  does. Nor does it detect messages in the backward of operations that the loop adds.
+  It does not detect messages outside torch.distributed, or in the backward of operations that the loop adds. Nor does
+  it in a branch that uses parameters as another branch does.
 """
 
 from __future__ import annotations

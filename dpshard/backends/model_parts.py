@@ -1,10 +1,9 @@
 """The ranks that hold the parts of one model. See also [Note: Norms of parts] in clipping/parts.py.
 
-Data ranks share the samples of a logical batch; model ranks share the model. Together they are a grid of all ranks. The
-sampler divides samples over data ranks; all ranks share secrets, verdicts and digests. Model ranks add up a norm in one
-order, so its clip coefficient is bitwise equal. The digest covers the sums of all parts, and whole sums once, so the
-noise is that of one process. Whole sums must have the same digest on all model ranks. A gradient of only one rank would
-be missing from the norms of the others.
+Data ranks share the samples of a logical batch, model ranks the model. Together they are a grid of all ranks. All share
+secrets, verdicts and digests. Model ranks add up a norm in one order, so its clip coefficient is bitwise equal. The
+digest covers the sums of all parts, and whole sums once, so the noise is that of one process. Whole sums must have the
+same digest on all model ranks. A gradient of only one would be missing from the norms of the others.
 """
 
 from __future__ import annotations

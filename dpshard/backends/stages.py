@@ -2,14 +2,14 @@
 
 [Note: Stages] See docs/model-parallel.md. Stages share one secret, draw, ledger and R. A group on several stages keeps
 its records until the schedule's step is done; then stages add up norms. Names are unique, since noise is keyed by them.
-Stages compare checksums before the release: all must have run the same chunks of the same draw.
+Checksums before the release show that all have run the same chunks of the same draw.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
 import math
+import pickle
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -55,7 +55,7 @@ class Stages(ModelParts):
     def __init__(self, group: dist.ProcessGroup, device: torch.device, parameters: Mapping[str, Tensor]) -> None:
         super().__init__(group, device, {})
         self._chunks = 0  # checksum since the last release
-        own = [(name, list(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
+        own = [(name, tuple(p.shape), str(p.dtype), p.is_complex()) for name, p in parameters.items()]
         self.everywhere: list[tuple[str, tuple[int, ...], str, bool]] = []
         """Name, shape, dtype and whether it is complex, of all trainable parameters in the order of stages."""
         self._owner: dict[str, int] = {}
@@ -74,7 +74,7 @@ class Stages(ModelParts):
                         f"embedding and head) is not supported: its gradient is a sum over ranks."
                     )
                 self._owner[name] = rank
-                self.everywhere.append((name, tuple(shape), dtype, is_complex))
+                self.everywhere.append((name, shape, dtype, is_complex))
 
     @property
     def facts(self) -> str:
@@ -86,17 +86,11 @@ class Stages(ModelParts):
         return True
 
     def exchange(self, value: Any) -> list[Any]:
-        """Plain values of all ranks."""
-        own = torch.tensor(list(json.dumps(value).encode()), dtype=torch.uint8, device="cpu")
+        """Values of all ranks, of any type that pickles."""
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         lengths = self.gather(torch.tensor([len(own)], device="cpu")).flatten().tolist()
         rows = self.gather(torch.cat([own, own.new_zeros(max(lengths) - len(own))]))
-        return [json.loads(bytes(row[:n].tolist())) for row, n in zip(rows.cpu(), lengths, strict=True)]
-
-    def exchange_objects(self, value: Any) -> list[Any]:
-        """Values of all ranks, of any type that pickles."""
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        return [pickle.loads(row[:n].numpy().tobytes()) for row, n in zip(rows.cpu(), lengths, strict=True)]
 
     # --- clipping groups
 
@@ -164,4 +158,4 @@ class OfStages:
         """Return model and `optimizer` of this stage for a checkpoint."""
         from dpshard.backends.staged_state import StagedState
 
-        return StagedState(self.outermost, optimizer, self.names, self.parts.exchange_objects)
+        return StagedState(self.outermost, optimizer, self.names, self.parts.exchange)

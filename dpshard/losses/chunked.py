@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from dpshard.errors import ConfigurationError
 from dpshard.losses.head import Head, Positions, head_of, positions_of, rho, without_autocast
+from dpshard.losses.samples import of_samples
 
 
 def chunked_cross_entropy(
@@ -53,11 +54,7 @@ def chunked_cross_entropy(
     # A masked_fill, not a product: 0 * inf is NaN.
     classes = labels.masked_fill(~counted, 0)
     tokens = token_losses(hidden, weight, classes, bias, chunk_size, softcap).masked_fill(~counted, 0)
-    losses = tokens
-    if per != "token":
-        losses = tokens.reshape(len(labels), -1).sum(1)
-        if per == "sample-mean":
-            losses = losses / counted.reshape(len(labels), -1).sum(1).clamp(min=1)
+    losses = tokens if per == "token" else of_samples(tokens, counted, per)
     return losses.mean() if reduction == "mean" else losses
 
 

@@ -2,13 +2,13 @@
 
 [Note: A head in chunks]
 Let l_tv be the logits of position t, and y its label. Let m be the largest logit except the label's, and S the sum of
-exp(l_tv - m) over v != y. Then the gradient of position t's loss by its logits is
+exp(l_tv - m) over v != y. The gradient of position t's loss by its logits is
 
     u_t rho_t,    rho_tv = exp(l_tv - m) / S for v != y,  rho_ty = -1,    u_t = 1 - softmax_y.
 
-rho_t is exact to a few roundings; a difference of softmax and one-hot label would cancel. m and S change with each
-chunk, so all sums are rescaled (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c makes l = c tanh(z / c) of the
-product z. It multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1.
+rho_t is exact to a few roundings, where a difference of softmax and one-hot label would cancel. All sums are rescaled
+as m changes (Milakov & Gimelshein 2018, arXiv:1805.02867). A cap c makes l = c tanh(z / c) of the product z. It
+multiplies rho_tv by its slope, cosh(z_tv / c)^-2 <= 1.
 """
 
 from __future__ import annotations

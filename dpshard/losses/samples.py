@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dpshard.errors import ConfigurationError
+from dpshard.losses.head import wide
 
 
 def sample_losses(
@@ -35,12 +36,14 @@ def sample_losses(
         )
     if per not in ("sample-mean", "sample-sum"):
         raise ConfigurationError(f"per is {per!r}; pass 'sample-mean' or 'sample-sum'.")
-    wide = logits.float() if logits.element_size() < 4 else logits
-    losses = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
-    total_B = losses.view(len(labels), -1).sum(1)
-    if per == "sample-sum":
-        return total_B
-    return total_B / (labels != ignore_index).view(len(labels), -1).sum(1).clamp(min=1)
+    losses = F.cross_entropy(wide(logits).flatten(0, -2), labels.flatten(), reduction="none", ignore_index=ignore_index)
+    return of_samples(losses, labels != ignore_index, per)
+
+
+def of_samples(losses: Tensor, counted: Tensor, per: str) -> Tensor:
+    """Return the loss [B] of each sample, from those of positions; `counted` [B, ...]: those that count."""
+    total_B = losses.reshape(len(counted), -1).sum(1)
+    return total_B / counted.reshape(len(counted), -1).sum(1).clamp(min=1) if per == "sample-mean" else total_B
 
 
 def packed_cross_entropy(
@@ -66,9 +69,8 @@ def packed_cross_entropy(
         counted = counted[:, 1:] & (unit_ids[:, 1:] == unit_ids[:, :-1])
         logits, labels, unit_ids = logits[:, :-1], labels[:, 1:], unit_ids[:, 1:]
     counted = counted & (labels != ignore_index)
-    wide = logits.float() if logits.element_size() < 4 else logits
-    targets = labels.masked_fill(~counted, ignore_index)
-    losses = F.cross_entropy(wide.flatten(0, -2), targets.flatten(), reduction="none", ignore_index=ignore_index)
+    targets = labels.masked_fill(~counted, ignore_index).flatten()
+    losses = F.cross_entropy(wide(logits).flatten(0, -2), targets, reduction="none", ignore_index=ignore_index)
     place = torch.where(counted, unit_ids, units).flatten()
     totals, counts = (x.new_zeros(units + 1).index_add(0, place, x)[:units] for x in (losses, torch.ones_like(losses)))
     return totals / counts.clamp(min=1)

@@ -1,7 +1,7 @@
 """Correlated noise from stored vectors, for strategies C with few bands.
 
 The noise y has C y = z, so y_t = z_t - c_1 y_{t-1} - ... - c_{b-1} y_{t-b+1}. A `_Ring` keeps the last b - 1 vectors y
-of the rank's shards. The key of the newest identifies the path to its step. On another path, the ring computes all
+of the rank's shards. The key of the newest identifies the path to its step; on another path, the ring computes all
 steps again. So buffers need not be saved, and the mesh may change.
 
 Buffered noise rounds differently from noise of vectors drawn again. The difference would show the rounding of the
@@ -39,16 +39,7 @@ class NoiseBuffers:
     def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
         """Return y [n] of each shard for the last of `links`, the keys of all steps."""
         key = tuple(
-            (
-                shard.name,
-                shard.start,
-                shard.run_length,
-                shard.stride,
-                shard.local.shape,
-                shard.local.dtype,
-                shard.local.device,
-            )
-            for shard in shards
+            (shard.name, *shard[2:], shard.local.shape, shard.local.dtype, shard.local.device) for shard in shards
         )
         if key not in self._rings:
             self._rings[key] = _Ring(shards, self._coefficients, secure=secure)

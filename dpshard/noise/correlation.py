@@ -1,13 +1,12 @@
 """Noise correlated over the steps of a run: its weights, sensitivity and error. No torch in here.
 
 Step t releases y_t = s_t + sum over j of w_j z_{t-j}, for the clipped sum s_t and independent noise z_t. So Y = S + W Z
-= W (C S + Z), where W and its inverse C are lower triangular and Toeplitz. C S + Z is a Gaussian mechanism, also if
-sums depend on earlier releases (Denisov et al. 2022, arXiv:2202.08312).
+= W (C S + Z), where W and its inverse C are lower triangular and Toeplitz. C S + Z is a Gaussian mechanism (Denisov et
+al. 2022, arXiv:2202.08312).
 
 A sample takes part at steps at least b apart, with contributions of norm at most R. Let e_n be the largest |c_m| with m
->= n, and E the Toeplitz matrix of e. The sample moves C S by at most R |E_0 + E_b + E_{2b} + ...|; docs/accounting.md
-has the proof. The first n rows of C S move by at most those of this sum, with e over all steps. If c_n = 0 for n >= b,
-columns at a distance of b are orthogonal, so C may replace E.
+>= n, and E the Toeplitz matrix of e. The sample moves the first n rows of C S by at most those of R |E_0 + E_b + E_{2b}
++ ...|; docs/accounting.md has the proof. If c_n = 0 for n >= b, C may replace E.
 """
 
 from __future__ import annotations

@@ -3,18 +3,15 @@
 An integer y has probability proportional to exp(-y^2 / (2 s^2)), here with s = 2^24 (Canonne et al. 2020,
 arXiv:2004.00010). Rejection samples it in array order (Karney 2016, arXiv:1303.6257, Algorithm D):
 1. |y| = k h + j, with a cell k of width h = s / 16 and a place j < h. Draw cells with probabilities proportional to
-   exp(-(k h)^2 / (2 s^2)).
+   exp(-(k h)^2 / (2 s^2)), and the distribution function C. It is cell k if a uniform U of infinitely many bits lies
+   between C(k - 1) and C(k). 64 bits of U decide, unless they equal those of a C(k).
 2. j is uniform: the lowest bits of a word; its highest bit is the sign.
 3. Accept with probability exp(-a), a = (|y|^2 - (k h)^2) / (2 s^2) = j (2 k h + j) / (2 s^2). Refuse negative zeros,
    because 0 would come twice as often.
 
 For 0 <= a < 1, toss coins of probability a, a / 2, a / 3, ... until one fails. The number of successes is even with
-probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et al., Algorithm 1). a is a fraction n / 2^m, so m random bits are
-below n with probability a. A coin of probability a / i also needs one of i equal chances.
-
-Let C be the distribution function of the cells. Draw cell k if a uniform U of infinitely many bits lies between C(k -
-1) and C(k). `decimal` gives any number of bits of C(k). If the first 64 bits of U equal those of a C(k), more bits
-decide.
+probability 1 - a + a^2/2! - ... = exp(-a) (Canonne et al., Algorithm 1). For a = n / 2^m, such a coin needs m random
+bits below n, and one of i equal chances.
 
 [Note: Overflow]
 Cells that 64 bits decide are below 152, since exp(-152^2 / 512) < 2^-64. So a < (2 k + 1) / 512 < 1, and j (2 k h + j)

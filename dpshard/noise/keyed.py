@@ -5,21 +5,19 @@ k). A rank draws only the blocks that meet its elements. So shards have independ
 any mesh. The secret is that of one release ([Note: Equal sums, equal noise] in digest.py). The CPU draws normals from
 AES; GPUs draw those of philox.py, except for `secure` noise.
 
-[Note: Vectors drawn again]
-Correlated noise of step t is z_t + w_1 z_{t-1} + ... . Each z_s is drawn again from the key of step s. The sum has
-the dtype of the shard, and float64 for secure noise.
+[Note: Vectors drawn again] Correlated noise of step t is z_t + w_1 z_{t-1} + ... . Each z_s is drawn again from the key
+of step s. The sum has the dtype of the shard, and float64 for secure noise.
 
 [Note: Secure noise] The floats that a sampler can return may reveal the sum under the noise (docs/threat-model.md).
 `secure` noise is a sum of SUMMANDS normals (Holohan and Braghin 2021, arXiv:2107.10138). A test whether a float can be
-such a sum takes time exponential in SUMMANDS. Each summand needs its own key: the cosine and the sine of one draw add
-up to one cosine. Noise is added in float64, and the result is rounded once.
+one takes time exponential in SUMMANDS. Each summand needs its own key: the cosine and the sine of one draw add up to
+one cosine. Noise is added in float64, and the result is rounded once.
 
-[Note: Noise on a grid]
-`KeyedDiscreteGaussian` rounds each element x of the sum to a grid of step g = std / s, s = 2^24. To x / g it adds an
-integer of the discrete Gaussian with parameter s.
-- Rounding to the grid moves x / g by at most 1/2. Rounding of the quotient moves it by at most 2^-6 below LIMIT = 2^48.
-  So in d elements, two sums differ by at most R / g + ROUNDING sqrt(d), ROUNDING = 1 + 2^-5. The accountant charges for
-  it ([Note: The price of a grid] in accounting/releases.py). Clamping at LIMIT moves no sums farther apart.
+[Note: Noise on a grid] `KeyedDiscreteGaussian` rounds each element x of the sum to a grid of step g = std / s, s =
+2^24. To x / g it adds an integer of the discrete Gaussian with parameter s.
+- Rounding to the grid moves x / g by at most 1/2. That of the quotient moves it by at most 2^-6 below LIMIT = 2^48. So
+  in d elements, two sums differ by at most R / g + ROUNDING sqrt(d), ROUNDING = 1 + 2^-5 ([Note: The price of a grid]
+  in accounting/releases.py). Clamping at LIMIT moves no sums farther apart.
 - Doubles add integers exactly up to 2^53; noise beyond that is 2^29 standard deviations long.
 - numpy computes the quotient on the CPU, because GPUs multiply by a reciprocal.
 - Rejection takes a random number of bits per integer. So each piece of a block has its own key, and is drawn whole.

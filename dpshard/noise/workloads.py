@@ -1,8 +1,7 @@
 """The total noise of a run, and the banded factorisation that minimises it. No torch in here.
 
 SGD with momentum and decoupled weight decay turns gradients g into sums A g. The Toeplitz matrix A has the series 1 /
-((1 - (1 - decay) x) (1 - momentum x)). The error is the root mean square over the steps of the norms of the rows of A
-W.
+((1 - (1 - decay) x) (1 - momentum x)). The error is the root mean square over the steps of the norms of rows of A W.
 
 Coefficients of W or C minimise this error times the sensitivity of C. The search starts from the root of A, cut to its
 bands (Henzinger and Upadhyay 2022, arXiv:2202.11205). Gradients are exact: for y = 1 / x, dy = -y * y * dx.

@@ -1,9 +1,9 @@
 """The last step of every sample, by fingerprints, for batches that the engine does not draw.
 
 [Note: Participation] A stream, or a loop of the user's own, has no index. So a hash of 64 bits of its content
-identifies a sample. By chance, two of 10^7 agree with probability 3e-6; then a run is refused. Before a release, every
-fingerprint of its logical batch, over all ranks, must be unique. It must have come `separation` or more steps ago, or
-never. There are at most N different ones. In the first epoch, a repeated sample that was changed is not detected.
+identifies a sample. (By chance, two of 10^7 agree with probability 3e-6; then a run is refused.) Before a release,
+every fingerprint of its logical batch, over all ranks, must be unique. It must be new, or `separation` or more steps
+old. There are at most N. In the first epoch, a repeated sample that was changed is not detected.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 A step draws each sample independently with probability q = (expected batch size) / N: Poisson sampling. A cap then
 keeps a uniform subset. The accountant relies on exactly this. Every rank makes the same keyed draw and takes its slice.
-All ranks have K micro-batches, so none waits in a collective. An empty logical batch is a release like any other, so K
-is at least 1.
+All ranks have K micro-batches, so none waits in a collective. K is at least 1, because an empty logical batch is a
+release, too.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Read logical batches from a stream in its own order, which every epoch repeats.
 
 Step t takes the next B samples of a stream that begins anew after N ([Note: A cyclic order] in orders.py). Its length
-is checked when it ends, its order at every step ([Note: Participation] in participation.py). Every rank reads the whole
-stream, and takes its slice. A resumed run reads from the beginning of the epoch up to its place.
+is checked at its end, its order at every step ([Note: Participation] in participation.py). Every rank reads the whole
+stream, and takes its slice. A resumed run skips to its place in the epoch.
 """
 
 from __future__ import annotations

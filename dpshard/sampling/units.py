@@ -3,8 +3,8 @@
 [Note: Units of unequal size]
 A micro-batch has K rows of every unit, so shapes do not depend on the draw. A unit with n < K rows is filled with
 copies of its last row. Its real rows have weight K / n, copies 0, rows of other units 1. So the mean of weight times
-loss is the mean over the real rows. From a unit with more than K rows, the run's key draws K in every step. Neither
-changes epsilon, because each unit is clipped as one.
+loss is the mean over real rows. From more than K rows, the run's key draws K in every step. Neither changes epsilon,
+because each unit is clipped as one.
 """
 
 from __future__ import annotations

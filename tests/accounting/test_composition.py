@@ -15,7 +15,6 @@ from dp_accounting.rdp import RdpAccountant
 
 from dpshard.accounting import PrivacyLedger, Release, bounds, composition
 from dpshard.accounting.spans import Span
-from dpshard.errors import AccountingError
 from dpshard.sampling import default_cap
 from tests.accounting.ledgers import RELEASE, delta_of_gaussian, ledger_of, run_bound, run_epsilon, run_of
 
@@ -135,10 +134,3 @@ def test_gdp_warns_once_that_it_may_under_state():
 def test_delta_above_one_over_n_warns():
     with pytest.warns(UserWarning, match="1/N"):
         run_epsilon([(10, 1)], noise_multiplier=1.0, sample_size=100, target_delta=0.02, accountant="rdp")
-
-
-def test_an_old_dp_accounting_is_told_apart_by_its_features(monkeypatch):
-    monkeypatch.delattr(composition.privacy_loss_distribution, "from_truncated_subsampled_gaussian_mechanism")
-    with pytest.raises(AccountingError, match="upgrade"):
-        PrivacyLedger().record(Release(1.0, 0.01, 10_000, max_batch_size=160))
-    PrivacyLedger().record(RELEASE)

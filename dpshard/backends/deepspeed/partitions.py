@@ -1,8 +1,8 @@
 """Where DeepSpeed keeps each parameter's fp32 master copy.
 
 Stages 1 and 2 concatenate the parameters of a param group and cut the result into W equal partitions, anywhere. Stage 3
-cuts every parameter into W equal chunks, the last ones padded, and concatenates a rank's chunks. The layout is private,
-so every fragment is compared with its parameter.
+concatenates a rank's chunks of every parameter, of W equal ones, the last padded. The layout is private, so every
+fragment is compared with its parameter.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
 [Note: Living with gathered parameters] Hooks of DeepSpeed gather a module's parameters before its forward and backward,
 and free them after each. So
-- the function mode must not attribute the hooks' torch functions on parameters to the model;
+- the function mode must not take the hooks' torch functions on parameters for the model's;
 - the hooks must mark no parameter, and no tensor derived only from parameters: sources are found by identity;
 - autograd would keep every gathered parameter until backward, so it saves a reference, and backward gathers it again;
-- forwards and backwards of the start-up must not change the module order that DeepSpeed learns, nor its counts;
+- passes of the start-up must change neither the module order that DeepSpeed learns, nor its counts;
 - derivations (`w.t()`) may be replayed while their roots are partitioned: then a stand-in has their shape.
 """
 

@@ -1,9 +1,9 @@
 """The order in which this rank gathers units.
 
-[Note: One order of gathers] Ranks gather a unit together, but a gather does not name its unit: ranks match gathers by
-their order. If a rank runs another unit of the same size, all get a mixture of weights, without an error. Then one
-sample may change the gradients of all ranks. So each rank digests the units that it gathers, in forward and backward.
-It digests those of evaluations, too: a unit may keep wrong weights. Ranks compare digests before the noise.
+[Note: One order of gathers] A gather does not name its unit: ranks match gathers by their order. If a rank runs another
+unit of the same size, all get a mixture of weights, without an error. Then one sample may change the gradients of all
+ranks. So each rank digests the units that it gathers in forward, backward and evaluations, which may leave wrong
+weights behind. Ranks compare digests before the noise.
 """
 
 from __future__ import annotations

@@ -34,14 +34,14 @@ class Unit:
 
     def reduces(self) -> bool:
         """Return True if this backward reduces gradients."""
-        return all(group.reduce_grads for group in _groups(self.modules[0]))
+        return all(group.reduce_grads for group in self.groups())
 
     def take_unused(self, *, flag: bool) -> bool:
         """Choose whether FSDP reduces zeros for unused parameters; return the earlier choice.
 
         FSDP puts them in `.grad`, where they would be gradients without noise.
         """
-        groups = [group for group in _groups(self.modules[0]) if hasattr(group, "reduce_scatter_unused_params")]
+        groups = [group for group in self.groups() if hasattr(group, "reduce_scatter_unused_params")]
         before = any(group.reduce_scatter_unused_params for group in groups)
         for group in groups:
             group.reduce_scatter_unused_params = flag
@@ -53,7 +53,7 @@ class Unit:
 
     def is_sharded(self) -> bool:
         """Return True if no parameter is unsharded."""
-        return all(group.is_sharded for group in _groups(self.modules[0]))
+        return all(group.is_sharded for group in self.groups())
 
 
 def _groups(module: nn.Module) -> list[Any]:

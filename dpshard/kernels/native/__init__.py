@@ -10,12 +10,9 @@
 - convolution.c: per_sample_gradients_: gradients of convolutions, or their norms, on the same processors.
 - normalization.c: normalization_gradients: per-sample gradients of weights and biases, float32.
 
-The code runs on torch's threads. These spin for milliseconds after an operator, so threads of its own would compete
-with them for the cores. Compiled OpenMP code calls GOMP_parallel, which torch's build for Linux includes. Without it,
-the code uses one thread. The number of threads changes no bit of the results.
-
-Another build may change only the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches the code
-off.
+Threads of its own would compete for the cores with torch's, which spin for milliseconds after an operator. So the code
+runs on torch's, by GOMP_parallel of torch's build for Linux, else on one thread. Their number changes no bit. Another
+build may change the last bits of the noise, in logarithms and cosines. DPSHARD_NATIVE=0 switches the code off.
 """
 
 from dpshard.kernels.native.convolution import gradient_norm_sq, per_sample_gradients_, supports_convolution

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import library, supports_products, team
+from dpshard.kernels.native.library import library, supports_products
 
 _MIN_CHANNELS = 8
 """Least output channels per group; fewer leave most of a tile empty."""
@@ -82,7 +82,6 @@ def _call(
         None if gradients is None else gradients.data_ptr(),
         norm_sq.data_ptr(),
         sizes,
-        team(),
     )
     return norm_sq
 

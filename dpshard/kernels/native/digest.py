@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from dpshard.kernels.native.library import Table, addresses, columns, library, team
+from dpshard.kernels.native.library import Table, addresses, columns, library
 
 WIDTH = 4096
 """Words of a row; see digest.c."""
@@ -52,4 +52,4 @@ def add_digests_(total: Tensor, tensors: Sequence[Tensor], stretches: Stretches,
     compiled = library()
     if compiled is None or total.dtype != torch.int64 or columns.dtype != torch.int32:
         raise ValueError(f"Compiled code has no digest of {columns.dtype} columns into {total.dtype}.")
-    compiled.digests(stretches.at(tensors), len(tensors), columns.data_ptr(), total.data_ptr(), team())
+    compiled.digests(stretches.at(tensors), columns.data_ptr(), total.data_ptr())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import is_unobserved, library, supports_products, team
+from dpshard.kernels.native.library import is_unobserved, library, supports_products
 
 _TILE = 8, 16
 """Sides of a tile with AVX-512; AVX2 has half as many rows."""
@@ -42,7 +42,7 @@ def _ghost_norms(rows: Tensor, cols: Tensor, relative_floor: float) -> Tensor:
         return rows.new_zeros(len(rows))
     norm_sq = rows.new_empty(len(rows))
     x, y = (rows.data_ptr(), rows.stride()), (cols.data_ptr(), cols.stride())
-    compiled.ghost_norms(x, y, sizes, relative_floor, norm_sq.data_ptr(), team())
+    compiled.ghost_norms(x, y, sizes, relative_floor, norm_sq.data_ptr())
     return norm_sq
 
 

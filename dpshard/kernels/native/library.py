@@ -56,7 +56,7 @@ Table = NDArray[np.int64]
 
 def table(rows: Sequence[Sequence[int]]) -> Table:
     """Return rows of addresses and sizes as a table for compiled code."""
-    return np.fromiter(itertools.chain.from_iterable(rows), np.int64)
+    return np.array(rows, np.int64)
 
 
 def columns(*of_rows: Iterable[int]) -> Table:
@@ -163,73 +163,76 @@ class Library:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(self._c, name)
             function.restype, function.argtypes = result, arguments
+        self._team = _alone
         self.has_tiles = bool(self._c.dpshard_has_tiles())
         """True if the processor has the registers for `ghost_norms` and `convolution_gradients`."""
         self.has_cipher = bool(self._c.dpshard_has_cipher())
         """True if the processor has the instructions for `release_keyed_`."""
 
-    def normals(self, words: NDArray[np.int32], normals: NDArray[Any], team: Team) -> None:
+    def normals(self, words: NDArray[np.int32], normals: NDArray[Any]) -> None:
         """Fill `normals` from random words; see normals.box_muller."""
         units, _, n = words.shape
         stride = words.strides[0] // words.itemsize
-        self._c.dpshard_normals(*team, words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
+        self._c.dpshard_normals(*self._team(), words.ctypes.data, stride, normals.ctypes.data, units, n, _wide(normals))
 
-    def release_(self, x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float, team: Team) -> None:
+    def release_(self, x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
         """Add noise to `x` and divide it, in place; see normals.release_."""
         n, wide = len(x), (_wide(x), _wide(noise))
-        self._c.dpshard_release(*team, x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
+        self._c.dpshard_release(*self._team(), x.ctypes.data, noise.ctypes.data, n, std, divisor, *wide)
 
     def release_pieces_(
-        self, pieces: Table, streams: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
+        self, pieces: Table, streams: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool]
     ) -> None:
         """See normals.release_pieces_; `pieces`: address, half, lo, end; `wide`: sums, noise."""
-        count = len(pieces)
         at = (ctypes.c_char_p * len(streams))(*streams)
-        args = pieces.ctypes.data, at, count, len(streams) // count, std, divisor
-        self._c.dpshard_release_pieces(*team, *args, *wide)
+        args = pieces.ctypes.data, at, len(pieces), len(streams) // len(pieces), std, divisor
+        self._c.dpshard_release_pieces(*self._team(), *args, *wide)
 
     def release_keyed_(
-        self, pieces: Table, keys: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool], team: Team
+        self, pieces: Table, keys: Sequence[bytes], std: float, divisor: float, wide: tuple[bool, bool]
     ) -> None:
         """See normals.release_pieces_; the arguments are those of `release_pieces_`, with the keys of the streams."""
-        count = len(pieces)
-        args = pieces.ctypes.data, b"".join(keys), count, len(keys) // count, std, divisor
-        self._c.dpshard_release_keyed(*team, *args, *wide)
+        args = pieces.ctypes.data, b"".join(keys), len(pieces), len(keys) // len(pieces), std, divisor
+        self._c.dpshard_release_keyed(*self._team(), *args, *wide)
 
-    def digests(self, stretches: Table, count: int, columns: int, total: int, team: Team) -> None:
+    def digests(self, stretches: Table, columns: int, total: int) -> None:
         """See digest.add_digests_; `stretches`: address, n, at, address of the rows."""
-        self._c.dpshard_digests(*team, stretches.ctypes.data, count, columns, total)
+        self._c.dpshard_digests(*self._team(), stretches.ctypes.data, len(stretches), columns, total)
 
-    def checksums(self, arrays: Table, count: int, sums: int, team: Team) -> None:
+    def checksums(self, arrays: Table, sums: int) -> None:
         """See sums.checksums; `arrays`: address, n, itemsize."""
-        self._c.dpshard_checksums(*team, arrays.ctypes.data, count, sums)
+        self._c.dpshard_checksums(*self._team(), arrays.ctypes.data, len(arrays), sums)
 
-    def norms_sq(self, arrays: Table, count: int, norms: int, team: Team) -> None:
+    def norms_sq(self, arrays: Table, norms: int) -> None:
         """See sums.norms_sq; `arrays`: address, n, itemsize."""
-        self._c.dpshard_norms_sq(*team, arrays.ctypes.data, count, norms)
+        self._c.dpshard_norms_sq(*self._team(), arrays.ctypes.data, len(arrays), norms)
 
     def ghost_norms(
-        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int, team: Team
+        self, rows: Vectors, cols: Vectors, sizes: Sequence[int], relative_floor: float, norms: int
     ) -> None:
         """See gram.floored_ghost_norm_sq; positive sizes B, G, T, R, C; address of norms [B]. Raises MemoryError."""
         (x, of_x), (y, of_y) = rows, cols
         strides = _Strides(*of_x), _Strides(*of_y)
         all_sizes = _ProductSizes(*sizes)
-        if not self._c.dpshard_ghost_norms(*team, x, strides[0], y, strides[1], all_sizes, relative_floor, norms):
+        if not self._c.dpshard_ghost_norms(
+            *self._team(), x, strides[0], y, strides[1], all_sizes, relative_floor, norms
+        ):
             raise MemoryError(f"There is no memory for the partial sums of the norms of {sizes[0]} samples.")
 
     def convolution_gradients(
-        self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int], team: Team
+        self, input: int, gradient: int, kernels: int | None, norms: int, sizes: Sequence[int]
     ) -> None:
         """See convolution.per_sample_gradients_; by address. No `kernels`: only norms. Raises MemoryError."""
-        if not self._c.dpshard_convolution_gradients(*team, input, gradient, kernels, norms, _ConvolutionSizes(*sizes)):
+        if not self._c.dpshard_convolution_gradients(
+            *self._team(), input, gradient, kernels, norms, _ConvolutionSizes(*sizes)
+        ):
             raise MemoryError(f"There is no memory to pack the output gradients of {sizes[0]} samples.")
 
     def normalization_gradients(
-        self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool, team: Team
+        self, addresses: Sequence[int], sizes: Sequence[int], eps: float, centered: bool
     ) -> None:
         """Compute per-sample gradients; see normalization.normalization_gradients."""
-        self._c.dpshard_normalization_gradients(*team, *addresses, _NormalizationSizes(*sizes), eps, centered)
+        self._c.dpshard_normalization_gradients(*self._team(), *addresses, _NormalizationSizes(*sizes), eps, centered)
 
     def try_out(self) -> None:
         """Raise ArithmeticError if results differ from numpy's, because a faulty build could lose noise."""
@@ -243,6 +246,7 @@ class Library:
             self._try_norms()
             self._try_convolution(33)  # three times sixteen channels
             self._try_convolution(49)  # twice thirty-two, if registers are wide
+        self._team = team
 
     def _try_noise(self, kind: Any, noise_kind: Any) -> None:
         n, rows, std, divisor = 100, 3 if noise_kind == np.float32 else 4, 3.0, 7.0
@@ -250,8 +254,8 @@ class Library:
         noise, expected_noise = np.empty((2, 1, 2, n), noise_kind)
         x = np.linspace(-1, 1, 2 * n, dtype=kind)
         expected = x.copy()
-        self.normals(words.reshape(1, rows, n), noise, _ALONE)
-        self.release_(x, noise.reshape(-1), std, divisor, _ALONE)
+        self.normals(words.reshape(1, rows, n), noise)
+        self.release_(x, noise.reshape(-1), std, divisor)
         reference.box_muller(words.reshape(1, rows, n).copy(), expected_noise, np.empty((rows, 1, n), noise_kind))
         reference.release_(expected, expected_noise.reshape(-1), std, divisor)
         if not np.allclose(x, expected, rtol=0, atol=1e-5):
@@ -273,7 +277,7 @@ class Library:
             parts = [np.linspace(-1, 1, end - lo, dtype=kind) for lo, end in spans]
             expected = [part.copy() for part in parts]
             pieces = table([(x.ctypes.data, half, lo, end) for x, (lo, end) in zip(parts, spans, strict=True)])
-            release_(pieces.reshape(-1, 4), given, std, divisor, wide, _ALONE)
+            release_(pieces, given, std, divisor, wide)
             for i, (x, (lo, end)) in enumerate(zip(expected, spans, strict=True)):
                 own = used[i * summands : (i + 1) * summands]
                 reference.release_piece_(x, own, half, lo, end, std, divisor, noise_kind)
@@ -285,7 +289,7 @@ class Library:
         columns, rows = _scattered(2, 4096).view(np.int32), _scattered(19, 4).view(np.int64)
         total = np.ones(2, np.int64)
         stretches = [(words.ctypes.data, len(words), at, rows.ctypes.data), (words.ctypes.data, 3, 0, rows.ctypes.data)]
-        self.digests(table(stretches), len(stretches), columns.ctypes.data, total.ctypes.data, _ALONE)
+        self.digests(table(stretches), columns.ctypes.data, total.ctypes.data)
         first, second = (reference.digest(words[:n], start, columns, rows) for _, n, start, _ in stretches)
         if not np.array_equal(total, 1 + first + second):
             raise ArithmeticError("it digests sums wrongly")
@@ -294,8 +298,8 @@ class Library:
         arrays = [_scattered(70_003), _scattered(3), _scattered(5, 4).astype(np.float64), _scattered(6).view(np.int16)]
         found, norms = np.zeros(len(arrays), np.int64), np.zeros(3)
         rows = table([(x.ctypes.data, x.size, x.itemsize) for x in arrays])
-        self.checksums(rows, len(arrays), found.ctypes.data, _ALONE)
-        self.norms_sq(rows, len(norms), norms.ctypes.data, _ALONE)
+        self.checksums(rows, found.ctypes.data)
+        self.norms_sq(rows[: len(norms)], norms.ctypes.data)
         if not np.array_equal(found, [reference.checksum(x) for x in arrays]):
             raise ArithmeticError("it digests sums wrongly")
         if not np.allclose(norms, [np.square(x, dtype=np.float64).sum() for x in arrays[:3]], rtol=1e-12):
@@ -308,7 +312,7 @@ class Library:
             made, room = np.empty((2, B, shape[1 if groups else 2]), np.float32), np.empty((2, B, shape[2]), np.float32)
             sizes = (B, groups, N, K) if groups else (B, 0, *shape[1:])
             addresses = [array.ctypes.data for array in (x, gradient, made, room)]
-            self.normalization_gradients(addresses, sizes, 1e-2, centered, _ALONE)
+            self.normalization_gradients(addresses, sizes, 1e-2, centered)
             expected = reference.normalization_gradients(x, gradient, groups, 1e-2, centered)
             if not np.allclose(made, expected, rtol=0, atol=1e-4 * abs(expected).max()):
                 raise ArithmeticError("it differentiates normalisations wrongly")
@@ -320,7 +324,7 @@ class Library:
         for of_rows, of_cols, floor in ((1, 1, 0.0), (1, 1, 1.0), (2.0**-75, 2.0**55, 0.0), (2.0**55, 2.0**-75, 0.0)):
             x, y, norm_sq = rows * np.float32(of_rows), cols * np.float32(of_cols), np.empty(B, np.float32)
             vectors = [(array.ctypes.data, [stride // array.itemsize for stride in array.strides]) for array in (x, y)]
-            self.ghost_norms(vectors[0], vectors[1], sizes, floor, norm_sq.ctypes.data, _ALONE)
+            self.ghost_norms(vectors[0], vectors[1], sizes, floor, norm_sq.ctypes.data)
             if not np.allclose(norm_sq, reference.floored_ghost_norm_sq(x, y, floor), rtol=1e-4):
                 raise ArithmeticError("it takes norms wrongly")
 
@@ -332,7 +336,7 @@ class Library:
         kernels, norms = np.empty((B, G, R, C, *kernel), np.float32), np.empty(B, np.float32)
         sizes = (B, k, G, R, C, *positions, *kernel, *stride, *dilation, *space, *padding)
         x, g, to, out = (array.ctypes.data for array in (input, gradient, kernels, norms))
-        self.convolution_gradients(x, g, to, out, sizes, _ALONE)
+        self.convolution_gradients(x, g, to, out, sizes)
         padded = np.pad(input, [(0, 0)] * 4 + [(p, p) for p in padding])
         expected = reference.convolution_gradients(padded, gradient, kernel, stride, dilation)
         right = np.allclose(kernels, expected, rtol=0, atol=1e-4 * abs(expected).max())
@@ -345,7 +349,8 @@ def _scattered(*shape: int) -> NDArray[np.float32]:
     return (np.arange(n, dtype=np.int64) * 2654435761 % 65521 / 32760.5 - 1).astype(np.float32).reshape(shape)
 
 
-_ALONE: Team = (None, 1)
+def _alone() -> Team:
+    return None, 1
 
 
 def _wide(x: NDArray[Any]) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from dpshard.kernels.native.library import is_unobserved, library, team
+from dpshard.kernels.native.library import is_unobserved, library
 
 
 def supports_normalization(device: torch.device, dtype: torch.dtype) -> bool:
@@ -34,7 +34,7 @@ def _gradients(x: Tensor, gradient: Tensor, groups: int, eps: float, centered: b
     x, gradient = x.contiguous(), gradient.contiguous()
     made, scratch = x.new_empty(2, B, K), x.new_empty(0 if groups else 2 * B * K)
     addresses = x.data_ptr(), gradient.data_ptr(), made.data_ptr(), scratch.data_ptr()
-    compiled.normalization_gradients(addresses, (B, groups, N, K), eps, centered, team())
+    compiled.normalization_gradients(addresses, (B, groups, N, K), eps, centered)
     return made
 
 

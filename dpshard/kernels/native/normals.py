@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from dpshard.kernels.native import reference
-from dpshard.kernels.native.library import Table, addresses, library, sizes, team
+from dpshard.kernels.native.library import Table, addresses, library, sizes
 
 
 def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray[Any]) -> None:
@@ -25,7 +25,7 @@ def box_muller(words: NDArray[np.int32], normals: NDArray[Any], scratch: NDArray
     if compiled is None:
         reference.box_muller(words, normals, scratch)
     else:
-        compiled.normals(words, normals, team())
+        compiled.normals(words, normals)
 
 
 def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -> None:
@@ -37,7 +37,7 @@ def release_(x: NDArray[Any], noise: NDArray[Any], std: float, divisor: float) -
     if compiled is None:
         reference.release_(x, noise, std, divisor)
     else:
-        compiled.release_(x, noise, std, divisor, team())
+        compiled.release_(x, noise, std, divisor)
 
 
 class Pieces:
@@ -93,7 +93,7 @@ def release_pieces_(
         raise ValueError(f"No noise for these {len(parts)} tensors of {kind} from {len(keys)} keys.")
     compiled, of_double = library(), kind is torch.float64
     if compiled is not None and compiled.has_cipher:
-        compiled.release_keyed_(pieces.at(parts), keys, std, divisor, (of_double, wide), team())
+        compiled.release_keyed_(pieces.at(parts), keys, std, divisor, (of_double, wide))
         return
     lengths = [n for n in pieces.bytes_of_streams(wide=wide) for _ in range(summands)]
     table = pieces.at(parts)
@@ -102,7 +102,7 @@ def release_pieces_(
         some = slice(start * summands, stop * summands)
         streams = reference.streams(keys[some], lengths[some])
         if compiled is not None:
-            compiled.release_pieces_(table[start:stop], streams, std, divisor, (of_double, wide), team())
+            compiled.release_pieces_(table[start:stop], streams, std, divisor, (of_double, wide))
             continue
         for i, (part, first, half, lo, end) in enumerate(pieces.rows[start:stop].tolist()):
             own, x = streams[i * summands : (i + 1) * summands], flat[part][first : first + end - lo]

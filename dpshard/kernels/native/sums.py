@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from dpshard.kernels.native.library import Library, Table, addresses, columns, library, sizes, team
+from dpshard.kernels.native.library import Library, Table, addresses, columns, library, sizes
 
 
 def supports_sums(tensors: Iterable[Tensor]) -> bool:
@@ -29,7 +29,7 @@ def checksums(tensors: Sequence[Tensor]) -> Tensor:
     compiled, arrays = _called(tensors)
     if 1 in arrays[:, 2]:
         raise ValueError("Compiled code has no checksums of single bytes.")
-    compiled.checksums(arrays, len(tensors), found.ctypes.data, team())
+    compiled.checksums(arrays, found.ctypes.data)
     return torch.from_numpy(found)
 
 
@@ -42,7 +42,7 @@ def norms_sq(tensors: Sequence[Tensor]) -> Tensor:
     compiled, arrays = _called(tensors)
     if not {x.dtype for x in tensors} <= {torch.float32, torch.float64}:
         raise ValueError("Compiled code takes norms of float32 and float64 only.")
-    compiled.norms_sq(arrays, len(tensors), found.ctypes.data, team())
+    compiled.norms_sq(arrays, found.ctypes.data)
     return torch.from_numpy(found)
 
 

@@ -1,14 +1,12 @@
 """Triton kernels for GPUs; docs/kernels.md lists them. Each has a reference in PyTorch, for all other cases.
 
 [Note: Kernels]
-Products of half-precision numbers are exact in float32. The kernels multiply the original numbers on tensor cores, with
-float32 sums.
+Tensor cores multiply the original half-precision numbers, exactly, with float32 sums.
 
-Tiles write partial sums without atomic additions, so the order of additions, and their rounding, is always the same.
-Each of the K / 16 additions in a sum of K products on tensor cores may drop its last bit. Together, this is below K
-2^-27 of the sum. So Gram matrices, with rows as long as a vocabulary, are summed in chunks of 1024.
-
-Only the digest adds atomically: sums of integers that wrap around are the same in every order.
+Tiles write partial sums without atomic additions, so their rounding is always the same. Only the digest adds
+atomically: integers wrap around, so every order gives the same sum. Each of the K / 16 additions in a sum of K products
+may drop its last bit. Together, this is below K 2^-27 of the sum. So Gram matrices, with rows as long as a vocabulary,
+are summed in chunks of 1024.
 
 Kernels need compute capability 8.0 or more. Triton's interpreter (TRITON_INTERPRET=1) runs them on CPU tensors.
 DPSHARD_TRITON=0 switches them off.

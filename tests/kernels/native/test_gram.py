@@ -8,7 +8,6 @@ from torch.utils.flop_counter import FlopCounterMode
 import dpshard.kernels.flops  # noqa: F401
 from dpshard.config import NormMethod
 from dpshard.kernels import native
-from dpshard.kernels.native.library import team
 from dpshard.records import OuterProduct
 from tests.kernels.native.support import by_hand, narrow_library
 
@@ -59,7 +58,7 @@ def test_narrow_registers_give_the_same_norms(size, tmp_path):
     norm_sq, scale_sq = by_hand(rows, cols)
     out, vectors = torch.empty(size[0]), [(x.data_ptr(), x.stride()) for x in (rows, cols)]
     for floor, exact in ((0.0, norm_sq), (1.0, scale_sq)):
-        narrow.ghost_norms(*vectors, size, floor, out.data_ptr(), team())
+        narrow.ghost_norms(*vectors, size, floor, out.data_ptr())
         torch.testing.assert_close(out.double(), exact.sum(1), rtol=1e-5, atol=0)
 
 
