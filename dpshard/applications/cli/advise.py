@@ -118,7 +118,6 @@ def _trade_offs(advice: Advice) -> Table:
     return table
 
 
-
 def draw(advice: Advice, path: Path) -> None:
     """Draw sigma over batch against compute."""
     rows = advice.trade_offs
