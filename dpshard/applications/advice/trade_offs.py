@@ -94,7 +94,8 @@ def trade_offs(target: Target, steps: int, *, also: int | None = None) -> tuple[
     # Without sampling, Gaussian steps compose to one step of sigma / sqrt(steps).
     least, found = target.noise_multiplier(samples, 1) * math.sqrt(steps) / samples, []
     before = ratio = 1.0
-    for batch_size in sorted({*_sizes(samples), *([] if also is None else [also])}, reverse=True):
+    sizes: set[int] = {*_sizes(samples)} if also is None else {*_sizes(samples), also}
+    for batch_size in sorted(sizes, reverse=True):
         sigma = target.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
         # The error of the central limit grows by more with each halving.
         before, ratio = ratio, sigma / target.central_limit(batch_size, steps)

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     "advise",
     target_epsilon={"names": ["--target-epsilon", "--epsilon"]},
     target_delta={"names": ["--target-delta", "--delta"]},
-    pretrained={"names": ["--pretrained"]},
     plot={"metavar": "FILE.png"},
 )
 def command(

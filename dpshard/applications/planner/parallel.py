@@ -107,7 +107,7 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, inner, src_data_rank=None)
 
 
-def grids_unasked() -> AbstractContextManager[None]:
+def grids_unasked() -> AbstractContextManager[Any]:
     """Return a block that takes the ranks for a grid, which silent ranks cannot confirm."""
 
     def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
