@@ -63,3 +63,25 @@ class GPT(nn.Module):
             h_BTD = block(h_BTD)
         h_BTD = self.norm(h_BTD)
         return self.head(h_BTD) if self.head is not None else F.linear(h_BTD, self.tokens.weight)
+
+
+class ViT(nn.Module):
+    """The vision transformer of Dosovitskiy et al. 2021, arXiv:2010.11929, without its head."""
+
+    def __init__(
+        self, channels: int, pixels: tuple[int, int], patch: int, width: int, depth: int, block: Callable[[], Block]
+    ) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(channels, width, patch, patch)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.zeros(1, 1 + (pixels[0] // patch) * (pixels[1] // patch), width))
+        self.blocks = nn.ModuleList(block() for _ in range(depth))
+        self.norm = nn.LayerNorm(width)
+
+    def hidden(self, x_BCHW: Tensor) -> Tensor:
+        """Return hidden states [B, T, D], of the class token first."""
+        h_BTD = self.patches(x_BCHW).flatten(2).mT
+        h_BTD = torch.cat([self.class_token.expand(len(h_BTD), -1, -1), h_BTD], 1) + self.positions
+        for block in self.blocks:
+            h_BTD = block(h_BTD)
+        return self.norm(h_BTD)

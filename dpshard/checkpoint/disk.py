@@ -25,6 +25,12 @@ def flush(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_all(descriptor: int, data: bytes) -> None:
+    """Write all bytes; one `os.write` may write a part."""
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
 def open_private(path: Path, mode: str, *, public: bool = False) -> IO[Any]:
     """Open a file as `open`; a new one may be read only by its owner, unless `public`."""
     rights = 0o644 if public else 0o600

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from dpshard.backends.ranks import Ranks
-from dpshard.checkpoint.disk import explained, flush, open_private
+from dpshard.checkpoint.disk import explained, flush, open_private, write_all
 from dpshard.errors import CheckpointError
 
 _ENTRY = struct.Struct("<Q16s")
@@ -86,7 +86,7 @@ class Journal:
         self._require_kept(self._descriptor)
         entry = _entry(step, identity)
         known = self._require_own(entry)
-        _write(self._descriptor, entry)
+        write_all(self._descriptor, entry)
         self._known, self._last = known + 1, entry
         return self._thread.submit(os.fsync, self._descriptor)
 
@@ -134,11 +134,6 @@ class Journal:
         if not kept:
             reason = "the file was removed or replaced while this run wrote to it. Start anew from the last checkpoint"
             raise OSError(errno.ENOENT, reason, str(self.path))
-
-
-def _write(descriptor: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(descriptor, data) :]
 
 
 def _entry(step: int, identity: bytes) -> bytes:

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from dpshard.accounting import calibrate_release, compute_epsilon, rounded_up
 from dpshard.accounting.releases import Counts, in_figures
-from dpshard.checkpoint.disk import why
+from dpshard.checkpoint.disk import why, write_all
 from dpshard.config import is_count, require_delta, require_positive
 from dpshard.errors import BudgetExceededError, CheckpointError, ConfigurationError
 from dpshard.randomness import RandomSource, new_run_secret
@@ -163,10 +163,8 @@ class PrivateScores:
 
     def _append(self, file: int, row: dict[str, Any]) -> None:
         """Append a row, and flush it to the disk before the score is used."""
-        line = json.dumps(row).encode() + b"\n"
         try:
-            while line:
-                line = line[os.write(file, line) :]
+            write_all(file, json.dumps(row).encode() + b"\n")
             os.fsync(file)
         except OSError as error:
             raise CheckpointError(f"{self._path} cannot be written: {why(error, self._path)}.") from error

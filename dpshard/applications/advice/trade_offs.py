@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from functools import cache
 
-from dpshard.accounting import SampledMechanism, calibrate, epsilon_of
+from dpshard.accounting import SampledMechanism, calibrate, calibrate_release, epsilon_of
 from dpshard.config import BatchSchedule
 
 SMALLEST_BATCH = 16
@@ -18,7 +18,7 @@ DRAFT = "pld-draft"
 _TRIES = 12
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class TradeOff:
     """A run with another batch."""
 
@@ -84,13 +84,8 @@ class Target:
 @cache
 def largest_mu(target: Target) -> float:
     """Return 1 / sigma of the least noisy release of all samples within the budget."""
-    low, high = 1e-6, 2e-6
-    while target.log_overspend(target.sample_size, 1, 1 / high) < 0:
-        high *= 2
-    for _ in range(40):  # the accountant has this case in closed form
-        middle = (low + high) / 2
-        low, high = (middle, high) if target.log_overspend(target.sample_size, 1, 1 / middle) < 0 else (low, middle)
-    return low
+    budget = {"target_epsilon": target.target_epsilon, "target_delta": target.target_delta}
+    return 1 / calibrate_release(target.sample_size, **budget).noise_multiplier
 
 
 def trade_offs(target: Target, steps: int, *, also: int | None = None) -> tuple[TradeOff, ...]:
@@ -104,10 +99,8 @@ def trade_offs(target: Target, steps: int, *, also: int | None = None) -> tuple[
         sigma = target.noise_multiplier(batch_size, steps, ratio * (ratio / before) ** 2)
         # The error of the central limit grows by more with each halving.
         before, ratio = ratio, sigma / target.central_limit(batch_size, steps)
-        relative_noise = sigma / batch_size / least
-        epochs = batch_size * steps / samples
-        row = TradeOff(batch_size=batch_size, noise_multiplier=sigma, epochs=epochs, relative_noise=relative_noise)
-        found.append(row)
+        relative_noise, epochs = sigma / batch_size / least, batch_size * steps / samples
+        found.append(TradeOff(batch_size, sigma, epochs, relative_noise))
         if relative_noise > FARTHEST and batch_size <= (also or batch_size):
             break
     return tuple(found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -106,17 +107,15 @@ def compare(
     if len({id(subject.model) for subject in subjects}) < len(subjects):
         raise ConfigurationError(f"{path} returned the same model twice: build a new one at every call.")
     trainings = {v.label: v.training(subject) for v, subject in zip(variants, subjects, strict=True)}
-    for training in trainings.values():
-        if isinstance(training, Private):
-            training.verify()
-            break
-    times = interleave(
-        {label: training.step for label, training in trainings.items()}, rounds=rounds, warmup=WARMUP, on_step=on_step
-    )
+    if private := [training for training in trainings.values() if isinstance(training, Private)]:
+        private[0].verify()
+    steps = {label: training.step for label, training in trainings.items()}
+    times = interleave(steps, rounds=rounds, warmup=WARMUP, on_step=on_step)
     flops = {v.clipping: _flops(trainings[v.label]) for v in variants if not v.compiled}
     first = subjects[0]
-    comparison = Comparison(first.rows, _parameters(first.model), str(first.device), [])
-    del trainings, subjects, first
+    parameters = sum(p.numel() for p in first.model.parameters() if p.requires_grad)
+    comparison = Comparison(first.rows, parameters, str(first.device), [])
+    del trainings, private, steps, subjects, first
     gc.collect()
     for variant in variants:
         peak = None
@@ -147,10 +146,6 @@ def _flops(training: Training) -> int:
     return meter.flops
 
 
-def _parameters(model: nn.Module) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
 def advise(comparison: Comparison) -> list[str]:
     """Return sentences on style and mode."""
     private = [m for m in comparison.measured if m.variant.clipping is not None]
@@ -161,16 +156,14 @@ def advise(comparison: Comparison) -> list[str]:
         least = min(weighed, key=lambda m: m.peak or 0)
         share = (least.peak or 0) / max(1, comparison.baseline(least).peak or 0)
         said.append(f"Least memory: {least.variant.label} ({share:.2f} times that of the ordinary step).")
-    by_style: dict[str, list[Measured]] = {}
+    modes: dict[str, dict[str, float]] = {}  # seconds by style and mode
     for m in private:
-        assert m.variant.clipping is not None
-        by_style.setdefault(m.variant.clipping[0], []).append(m)
-    for style, found in by_style.items():
-        modes = {m.variant.clipping[1] for m in found if m.variant.clipping}
-        if len(modes) > 1:
-            best = min(found, key=lambda m: m.seconds.median)
-            assert best.variant.clipping is not None
-            said.append(f"Of the modes of {style}, {best.variant.clipping[1]} is the fastest.")
+        style, mode = m.variant.clipping or ("", "")
+        own = modes.setdefault(style, {})
+        own[mode] = min(own.get(mode, math.inf), m.seconds.median)
+    for style, seconds in modes.items():
+        if len(seconds) > 1:
+            said.append(f"Of the modes of {style}, {min(seconds, key=seconds.__getitem__)} is the fastest.")
     said.append(
         "Modes differ only in cost. Styles clip differently, so compare the accuracy of the model as well; all-layer "
         "clipping is the usual one."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -103,10 +103,7 @@ class Private:
                 max_batch_size=rows,
                 clipping_fn="abadi",
                 target_delta=1e-5,
-                noise_multiplier=privacy.noise_multiplier,
-                max_grad_norm=privacy.max_grad_norm,
-                clipping_style=privacy.clipping_style,
-                clipping_mode=privacy.clipping_mode,
+                **asdict(privacy),
             )
         self.optimizer = torch.optim.SGD(_trainable(subject), lr=lr)
         self._batches: Iterator[Any] = self.engine.batches(dataset, micro_batch_size=rows)

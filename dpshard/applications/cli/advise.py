@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from rich import box
 from rich.markup import escape
 from rich.table import Table
 
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
     "advise",
     target_epsilon={"names": ["--target-epsilon", "--epsilon"]},
     target_delta={"names": ["--target-delta", "--delta"]},
-    pretrained={"names": ["--pretrained"]},
     plot={"metavar": "FILE.png"},
 )
 def command(
@@ -71,8 +69,7 @@ def _print(advice: Advice) -> None:
         f"[bold]{advice.task}[/], N = {advice.sample_size:,} training samples, ε = {advice.target_epsilon:g}, "
         f"δ = {in_figures(advice.target_delta)}"
     )
-    start = _table("Start", "")
-    start.add_column("")
+    start = console.plain_table("Start", ("", ""))
     for name, value in _start(advice):
         start.add_row(name, escape(value))
     console.out.print(start)
@@ -109,21 +106,14 @@ def _hours(advice: Advice, epochs: float) -> float | None:
 
 
 def _trade_offs(advice: Advice) -> Table:
-    table = _table(f"Noise against compute, in {advice.steps:,} steps", "batch", justify="right")
-    for name in ("σ", "σ / batch", "times the least", "epochs", *(["hours"] if advice.samples_per_second else [])):
-        table.add_column(name, justify="right")
+    names = ("batch", "σ", "σ / batch", "times the least", "epochs", *(["hours"] if advice.samples_per_second else []))
+    table = console.plain_table(f"Noise against compute, in {advice.steps:,} steps", names, caption_justify="left")
     for row in advice.trade_offs:
         hours = [] if (time := _hours(advice, row.epochs)) is None else [f"{time:.3g}"]
         noise = rounded_up(row.noise_multiplier), f"{row.noise_per_batch:.3g}", f"{row.relative_noise:.2f}"
         style = "bold green" if row.batch_size == advice.batch_size else ""
         table.add_row(f"{row.batch_size:,}", *noise, f"{row.epochs:.3g}", *hours, style=style)
     table.caption = "The least has all samples in every batch."
-    return table
-
-
-def _table(title: str, first: str, **column: Any) -> Table:
-    table = Table(title=title, title_justify="left", caption_justify="left", box=box.SIMPLE, show_edge=False)
-    table.add_column(first, no_wrap=True, **column)
     return table
 
 

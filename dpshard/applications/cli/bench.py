@@ -24,7 +24,6 @@ MIB = 2**20
     "bench",
     clipping={"metavar": "STYLE[:MODE]"},
     rounds={"min": 2},
-    compile={"names": ["--compile"]},
     memory={"names": ["--memory/--no-memory"]},
     threads={"min": 1},
 )

@@ -48,46 +48,48 @@ class Finding:
     remedy: str = ""
 
 
+ON, OFF, BROKEN = State
+COLOURS = {ON: "green", OFF: "yellow", BROKEN: "bold red"}
+REBUILD = "pip install --force-reinstall --no-deps --no-cache-dir dpshard"
+
+
 def command(as_json: console.JsonFile = None) -> None:
     """Show versions, compiled code, GPU, threads and extras: what is on, what is off, why, and what to do.
 
     Exits with code 1 if an installed part cannot be used.
     """
     with console.err.status("looking ..."):
-        findings = [*_versions(), _compiled_code(), _gpu(), _triton(), _threads(), *_extras()]
+        findings = [*_versions(), _compiled_code(), _gpu(), _triton(), _threads()]
+        findings += [_extra(extra, *facts) for extra, facts in EXTRAS.items()]
     _print(findings)
     if as_json is not None:
         write_json(as_json, [asdict(finding) for finding in findings], public=True)
-    if any(finding.state is State.BROKEN for finding in findings):
+    if any(finding.state is BROKEN for finding in findings):
         raise typer.Exit(1)
 
 
 def _versions() -> list[Finding]:
     found = {"dpshard": __version__, "python": f"{platform.python_version()} ({sys.platform}, {platform.machine()})"}
     found |= {package: version(package) for package in ("torch", "numpy", "dp-accounting")}
-    return [Finding(part, State.ON, text) for part, text in found.items()]
+    return [Finding(part, ON, text) for part, text in found.items()]
 
 
 def _compiled_code() -> Finding:
     from dpshard.kernels.native import library
 
-    part = "compiled code"
+    part, instead = "compiled code", "numpy and torch replace it, slower"
     if os.environ.get("DPSHARD_NATIVE") == "0":
-        return Finding(part, State.OFF, "DPSHARD_NATIVE=0: numpy and torch replace it, slower", "unset DPSHARD_NATIVE")
+        return Finding(part, OFF, f"DPSHARD_NATIVE=0: {instead}", "unset DPSHARD_NATIVE")
     if library.path() is not None:
         if library.is_built():
-            return Finding(part, State.ON, "noise, norms and sums on CPUs are made by C")
-        remedy = "install dpshard again: pip install --force-reinstall --no-deps --no-cache-dir dpshard"
-        return Finding(part, State.BROKEN, "the library was built, but cannot be used: see the warning above", remedy)
+            return Finding(part, ON, "noise, norms and sums on CPUs are made by C")
+        found = "the library was built, but cannot be used: see the warning above"
+        return Finding(part, BROKEN, found, f"install dpshard again: {REBUILD}")
     compiler = next((name for name in ("cc", "gcc", "clang") if shutil.which(name)), None)
-    found = f"not built; there is {compiler} now" if compiler else "not built: no C compiler (cc, gcc, clang) on PATH"
-    before = "" if compiler else "install a C compiler, such as gcc, and Python's headers; then "
-    return Finding(
-        part,
-        State.OFF,
-        f"{found}; numpy and torch replace it, slower",
-        f"{before}pip install --force-reinstall --no-deps --no-cache-dir dpshard",
-    )
+    if compiler:
+        return Finding(part, OFF, f"not built; there is {compiler} now; {instead}", REBUILD)
+    found = f"not built: no C compiler (cc, gcc, clang) on PATH; {instead}"
+    return Finding(part, OFF, found, f"install a C compiler, such as gcc, and Python's headers; then {REBUILD}")
 
 
 def _gpu() -> Finding:
@@ -95,12 +97,12 @@ def _gpu() -> Finding:
 
     if torch.cuda.is_available():
         names = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
-        return Finding("GPU", State.ON, f"{names} (CUDA {torch.version.cuda})")
+        return Finding("GPU", ON, f"{names} (CUDA {torch.version.cuda})")
     if torch.version.cuda is None and torch.version.hip is None:
         remedy = "for a GPU, install a torch for it: https://pytorch.org/get-started"
-        return Finding("GPU", State.OFF, "this torch is built for CPUs only", remedy)
+        return Finding("GPU", OFF, "this torch is built for CPUs only", remedy)
     remedy = "for a GPU, check its driver with nvidia-smi, and CUDA_VISIBLE_DEVICES"
-    return Finding("GPU", State.OFF, f"torch is built for CUDA {torch.version.cuda} and finds no GPU", remedy)
+    return Finding("GPU", OFF, f"torch is built for CUDA {torch.version.cuda} and finds no GPU", remedy)
 
 
 def _triton() -> Finding:
@@ -110,46 +112,34 @@ def _triton() -> Finding:
 
     part, installed = "Triton kernels", _installed("triton")
     if os.environ.get("DPSHARD_TRITON") == "0":
-        return Finding(part, State.OFF, "DPSHARD_TRITON=0: torch does their work", "unset DPSHARD_TRITON")
+        return Finding(part, OFF, "DPSHARD_TRITON=0: torch does their work", "unset DPSHARD_TRITON")
     if not torch.cuda.is_available():
-        return Finding(part, State.OFF, f"they need a GPU (triton: {installed or 'not installed'})")
+        return Finding(part, OFF, f"they need a GPU (triton: {installed or 'not installed'})")
     if installed is None:
-        return Finding(part, State.OFF, "triton is not installed", "pip install 'dpshard[triton]'")
+        return Finding(part, OFF, "triton is not installed", "pip install 'dpshard[triton]'")
     if dispatch.run_on(torch.device("cuda")):
-        return Finding(part, State.ON, f"triton {installed}")
-    return Finding(
-        part, State.BROKEN, f"triton {installed} is not used here: see the warning above", "install a C compiler"
-    )
+        return Finding(part, ON, f"triton {installed}")
+    return Finding(part, BROKEN, f"triton {installed} is not used here: see the warning above", "install a C compiler")
 
 
 def _threads() -> Finding:
     import torch
 
-    used, cores = torch.get_num_threads(), _cores()
-    found = f"torch uses {used} of {cores} cores"
+    used = torch.get_num_threads()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    remedy = ""
     if used > cores:
-        return Finding("threads", State.ON, found, f"more threads than cores are slow: OMP_NUM_THREADS={cores}")
-    if used == 1 < cores and os.environ.get("OMP_NUM_THREADS") == "1":
-        return Finding("threads", State.ON, found, "OMP_NUM_THREADS=1 is set; unset it to use all cores")
-    return Finding("threads", State.ON, found)
+        remedy = f"more threads than cores are slow: OMP_NUM_THREADS={cores}"
+    elif used == 1 < cores and os.environ.get("OMP_NUM_THREADS") == "1":
+        remedy = "OMP_NUM_THREADS=1 is set; unset it to use all cores"
+    return Finding("threads", ON, f"torch uses {used} of {cores} cores", remedy)
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _extras() -> list[Finding]:
-    return [
-        Finding(f"extra {extra}", State.ON, f"{package} {installed}")
-        if (installed := _installed(package))
-        else Finding(
-            f"extra {extra}",
-            State.OFF,
-            f"{package} is not installed; needed for {purpose}",
-            f"pip install 'dpshard[{extra}]'",
-        )
-        for extra, (package, purpose) in EXTRAS.items()
-    ]
+def _extra(extra: str, package: str, purpose: str) -> Finding:
+    if installed := _installed(package):
+        return Finding(f"extra {extra}", ON, f"{package} {installed}")
+    found = f"{package} is not installed; needed for {purpose}"
+    return Finding(f"extra {extra}", OFF, found, f"pip install 'dpshard[{extra}]'")
 
 
 def _installed(package: str) -> str | None:
@@ -160,11 +150,10 @@ def _installed(package: str) -> str | None:
 
 
 def _print(findings: list[Finding]) -> None:
-    colours = {State.ON: "green", State.OFF: "yellow", State.BROKEN: "bold red"}
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in ("part", "", "found", "what to do"):
-        table.add_column(column, overflow="fold")
+    table = Table("part", "", "found", "what to do", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in table.columns:
+        column.overflow = "fold"
     for finding in findings:
-        state = f"[{colours[finding.state]}]{finding.state}[/]"
+        state = f"[{COLOURS[finding.state]}]{finding.state}[/]"
         table.add_row(finding.part, state, escape(finding.found), escape(finding.remedy))
     console.out.print(table)

@@ -18,7 +18,7 @@ from dpshard.applications.cli.data import PAD, VOCABULARY, Data, Kind
 from dpshard.applications.cli.settings import TrainSettings
 from dpshard.applications.extras import require
 from dpshard.applications.tabular import make_network
-from dpshard.applications.transformer import GPT, Block
+from dpshard.applications.transformer import GPT, Block, ViT
 from dpshard.backends.ranks import Ranks
 from dpshard.errors import ConfigurationError
 from dpshard.replacements import replace_unsupported
@@ -157,31 +157,23 @@ class CNN(nn.Module):
         return self.head(self.body(2 * x_BCHW - 1))
 
 
-class VisionTransformer(nn.Module):
-    """Vision transformer of Dosovitskiy et al. 2021, arXiv:2010.11929."""
+class VisionTransformer(ViT):
+    """A small vision transformer, whose head reads all tokens."""
 
     def __init__(self, shape: tuple[int, ...], classes: int, width: int = 64, depth: int = 2, heads: int = 4) -> None:
-        super().__init__()
-        channels, side = shape[0], max(2, shape[1] // 8)
-        self.patches = nn.Conv2d(channels, width, side, side)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
-        # As large as patches, because few noisy steps cannot learn to distinguish positions.
-        self.positions = nn.Parameter(torch.randn(1, 1 + (shape[1] // side) * (shape[2] // side), width))
-        self.blocks = nn.ModuleList(Block(width, heads) for _ in range(depth))
-        self.norm = nn.LayerNorm(width)
-        # The head reads all tokens, because few noisy steps do not train attention to fill the class token.
+        patch = max(2, shape[1] // 8)
+        super().__init__(shape[0], (shape[1], shape[2]), patch, width, depth, lambda: Block(width, heads))
+        # Few noisy steps do not train attention to fill the class token.
         self.head = nn.Linear(self.positions[0].numel(), classes)
         nn.init.zeros_(self.head.weight)
+        # Positions as large as patches, because few noisy steps cannot learn to distinguish them.
+        nn.init.normal_(self.positions)
         with torch.no_grad():
             self.patches.weight.mul_(4)
 
     def forward(self, x_BCHW: Tensor) -> Tensor:
         """Return logits [B, classes]."""
-        x_BTD = self.patches(2 * x_BCHW - 1).flatten(2).mT
-        x_BTD = torch.cat([self.class_token.expand(len(x_BTD), -1, -1), x_BTD], dim=1) + self.positions
-        for block in self.blocks:
-            x_BTD = block(x_BTD)
-        return self.head(self.norm(x_BTD).flatten(1))
+        return self.head(self.hidden(2 * x_BCHW - 1).flatten(1))
 
 
 class TransformersModel(nn.Module):

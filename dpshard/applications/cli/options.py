@@ -58,15 +58,16 @@ def _notes(name: str, default: Any, choices: tuple[str, ...], recipes: Mapping[s
 def described(section: str, **details: Mapping[str, Any]) -> Callable[[Command], Command]:
     """Return a decorator that gives parameters their texts in a `section` of options.yaml.
 
-    `details` are other arguments of typer.Option by parameter; "names" are those of the option.
+    `details` are other arguments of typer.Option by parameter; "names" are those of the option. Flags have no --no-....
     """
     texts = {name: text for panel in HELP[section].values() for name, text in panel.items()}
 
     def option(parameter: inspect.Parameter) -> inspect.Parameter:
         if (name := parameter.name) not in texts:
             return parameter
-        more = dict(details.get(name, {}))
-        own = typer.Option(*more.pop("names", ()), help=texts[name], **more)
+        names = ("--" + name.replace("_", "-"),) if parameter.annotation is bool else ()
+        more: dict[str, Any] = {"names": names, **details.get(name, {})}
+        own = typer.Option(*more.pop("names"), help=texts[name], **more)
         return parameter.replace(annotation=Annotated[parameter.annotation, own])
 
     def decorated(command: Command) -> Command:

@@ -27,9 +27,7 @@ PRIVATE_NAME = "(your data)"
 """Name that replaces those of files in a public report."""
 
 
-@described(
-    "report", public={"names": ["--public"]}, pdf={"names": ["--pdf"]}, by={"metavar": "NAME"}, out={"metavar": "FILE"}
-)
+@described("report", by={"metavar": "NAME"}, out={"metavar": "FILE"})
 def command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Run folder of `dpshard train` that has finished.")],
     public: bool = False,

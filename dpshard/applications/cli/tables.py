@@ -105,16 +105,7 @@ def table(frame: DataFrame, source: str, settings: TrainSettings, agree: Agree) 
 def _encoded(
     frame: DataFrame, source: str, settings: TrainSettings, groups: Sequence[Any] | None, agree: Agree
 ) -> Data:
-    label = settings.label_column
-    given = parse_columns(read_yaml(Path(settings.columns), names=True)) if settings.columns else {}
-    given |= {name.strip(): Column("drop") for name in (settings.drop or "").split(",") if name.strip()}
-    target = given.pop(label, None)
-    if settings.group_column is not None:
-        given.pop(settings.group_column, None)
-    if target is not None and target.kind in ("date", "drop"):
-        raise ConfigurationError(
-            f"The label {label!r} is not a {target.kind}: give its classes, or bounds of a number."
-        )
+    label, (given, target) = settings.label_column, _public_facts(settings)
     labels = _complete(frame, label, source, blank=False)
     cells_N = numbers_of(frame[label])
     if target is None and np.isfinite(cells_N).all() and (cells_N % 1 != 0).any():
@@ -131,8 +122,18 @@ def _encoded(
     def fit() -> Fitted:
         own = parts(len(frame), settings, groups)
         rows, units = own.rows["train"], None if groups is None else np.unique(own.units, return_inverse=True)[1]
-        classes = _classes(labels, target) if settings.class_weights == BALANCED else None
-        return _fitted(cells, rows, units, given, target, y_N, classes, settings)
+        encoder = Encoder.of(cells, given)
+        if settings.feature_scale is not None:
+            encoder = encoder.scaled(settings.feature_scale)
+        facts: dict[str, Any] = {"units": units}
+        if target is not None and target.kind == "number" and target.bounds is None:
+            facts["target_N"] = y_N[rows]
+        if settings.class_weights == BALANCED:
+            y, names = _classes(labels, target)
+            facts |= {"labels": y.numpy()[rows], "classes": len(names)}
+        noise = partial(_noise, settings, len(rows), units, encoder.unbounded)
+        encoder, bounds, earlier, weights = fit_privately(encoder, cells.iloc[rows], noise, **facts)
+        return Fitted(encoder, target if bounds is None else Column("number", bounds), earlier, weights)
 
     fitted = agree(fit)
     x = fitted.encoder.encode(cells)
@@ -148,27 +149,17 @@ def _encoded(
     return splits(TensorDataset(x, y), settings, labels=y, groups=groups, **facts)
 
 
-def _fitted(
-    cells: DataFrame,
-    rows: Any,
-    units: Any,
-    given: Mapping[str, Column],
-    target: Column | None,
-    y_N: Any,
-    classes: tuple[Tensor, list[str]] | None,
-    settings: TrainSettings,
-) -> Fitted:
-    encoder = Encoder.of(cells, given)
-    scale = settings.feature_scale
-    if scale is not None:
-        encoder = encoder.scaled(scale)
-    own_target = target is not None and target.kind == "number" and target.bounds is None
-    facts: dict[str, Any] = {"units": units, "target_N": y_N[rows] if own_target else None}
-    if classes is not None:
-        facts |= {"labels": classes[0].numpy()[rows], "classes": len(classes[1])}
-    noise = partial(_noise, settings, len(rows), units, encoder.unbounded)
-    encoder, bounds, earlier, weights = fit_privately(encoder, cells.iloc[rows], noise, **facts)
-    return Fitted(encoder, target if bounds is None else Column("number", bounds), earlier, weights)
+def _public_facts(settings: TrainSettings) -> tuple[dict[str, Column], Column | None]:
+    """Return the given facts of columns, and of the label."""
+    given = parse_columns(read_yaml(Path(settings.columns), names=True)) if settings.columns else {}
+    given |= {name.strip(): Column("drop") for name in (settings.drop or "").split(",") if name.strip()}
+    given.pop(settings.group_column or "", None)
+    target = given.pop(settings.label_column, None)
+    if target is not None and target.kind in ("date", "drop"):
+        raise ConfigurationError(
+            f"The label {settings.label_column!r} is not a {target.kind}: give its classes, or bounds of a number."
+        )
+    return given, target
 
 
 def _noise(settings: TrainSettings, rows: int, units: Any, unbounded: Sequence[str]) -> float:

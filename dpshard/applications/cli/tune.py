@@ -19,7 +19,6 @@ from dpshard.errors import ConfigurationError
 @described(
     "tune",
     search={"metavar": "SETTING=A,B,..."},
-    private_validation={"names": ["--private-validation"]},
     jobs={"min": 1},
     resume={"metavar": "FOLDER"},
 )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from dpshard.applications.extras import require
-from dpshard.applications.transformer import GPT, Block
+from dpshard.applications.transformer import GPT, Block, ViT
 from dpshard.config import require_choice
 from dpshard.errors import ConfigurationError
 
@@ -108,22 +108,13 @@ class _Checkpointed(Block):
         return checkpoint(super().forward, x_BTD, use_reentrant=False, preserve_rng_state=False)
 
 
-class _ViT(nn.Module):
+class _ViT(ViT):
     def __init__(self, shape: Transformer, patch: int, pixels: int, block: Callable[[], Block]) -> None:
-        super().__init__()
-        self.patches = nn.Conv2d(3, shape.width, patch, patch)
-        self.class_token = nn.Parameter(torch.zeros(1, 1, shape.width))
-        self.positions = nn.Parameter(torch.zeros(1, 1 + (pixels // patch) ** 2, shape.width))
-        self.blocks = nn.ModuleList(block() for _ in range(shape.layers))
-        self.norm = nn.LayerNorm(shape.width)
+        super().__init__(3, (pixels, pixels), patch, shape.width, shape.layers, block)
         self.head = nn.Linear(shape.width, shape.vocabulary)
 
     def forward(self, x: Tensor) -> Tensor:
-        h_BTD = self.patches(x).flatten(2).mT
-        h_BTD = torch.cat([self.class_token.expand(len(h_BTD), -1, -1), h_BTD], 1) + self.positions
-        for block in self.blocks:
-            h_BTD = block(h_BTD)
-        return self.head(self.norm(h_BTD)[:, 0])
+        return self.head(self.hidden(x)[:, 0])
 
 
 def build(name: str, *, seq: int | None, checkpointing: bool) -> FakeModel:
