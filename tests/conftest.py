@@ -20,8 +20,9 @@ hypothesis.settings.load_profile("dpshard")
 
 
 LONG = (
-    *("integrations/test_torchtitan.py", "distributed/test_sharded_update.py", "distributed/test_tensor_parallel.py"),
-    *("distributed/test_deepspeed.py", "distributed/test_declared_parts.py", "distributed/test_pipeline.py"),
+    *("integrations/test_torchtitan.py", "distributed/test_sharded_update.py", "distributed/test_checkpointer.py"),
+    *("distributed/test_tensor_parallel.py", "distributed/test_crossed_parts.py", "distributed/test_deepspeed.py"),
+    *("distributed/test_declared_parts.py", "distributed/test_pipeline.py", "distributed/test_pipeline_checkpoints.py"),
 )
 """Files that take longest, the longest first."""
 
