@@ -37,7 +37,8 @@ TORCHTITAN := $(BIN)/python -m pip install -q --no-deps --upgrade --target .venv
 	|| echo "torchtitan cannot be had: its tests will be skipped"
 
 # One thread a process: the test workers share the cores among themselves. Bytecode is kept, as many processes import it.
-PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --durations=15
+# A worker takes whole files, in the order of tests/conftest.py.
+PYTEST := OMP_NUM_THREADS=1 PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations=15
 
 .PHONY: venv demo test test-all docs dist gpu gpu-site wheels lint check bench clean \
 	gpu-kernels gpu-oracles-elementwise gpu-oracles-products gpu-oracles-layers gpu-benchmark

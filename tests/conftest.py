@@ -1,6 +1,7 @@
 import gc
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import hypothesis
 import pytest
@@ -18,9 +19,23 @@ hypothesis.settings.register_profile("dpshard", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("dpshard")
 
 
+LONG = (
+    *("integrations/test_torchtitan.py", "distributed/test_sharded_update.py", "distributed/test_checkpointer.py"),
+    *("distributed/test_tensor_parallel.py", "distributed/test_crossed_parts.py", "distributed/test_deepspeed.py"),
+    *("distributed/test_declared_parts.py", "distributed/test_pipeline.py", "distributed/test_pipeline_checkpoints.py"),
+)
+"""Files that take longest, the longest first."""
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker is left with it at the end."""
-    items.sort(key=lambda item: item.get_closest_marker("exhaustive") is None)
+    """What takes longest begins first, so that no worker is left with it at the end.
+
+    A file stays together: its tests share launches of ranks and fixtures, which a second worker would make again.
+    """
+    folder = Path(__file__).parent
+    long = {folder / name: place for place, name in enumerate(LONG)}
+    exhaustive = {item.path for item in items if item.get_closest_marker("exhaustive")}
+    items.sort(key=lambda item: (long.get(item.path, len(long)), item.path not in exhaustive))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -26,16 +26,6 @@ def each(*axes: Iterable[Any]) -> list[Any]:
     return covering(product(*axes), lambda *case: set(enumerate(case)))
 
 
-def pairwise(*axes: Sequence[Any]) -> list[Any]:
-    """The product of the axes; every pair of values of two axes meets in a case that is not exhaustive."""
-    positions = [range(len(axis)) for axis in axes]
-
-    def pairs(case: tuple[int, ...]) -> set[Hashable]:
-        return set(combinations(enumerate(case), 2))
-
-    return _marked(product(*positions), pairs, lambda case: [axis[i] for axis, i in zip(axes, case, strict=True)])
-
-
 def all_pairs(*axes: Iterable[Any]) -> list[Any]:
     """Cases in which every pair of values of two axes meets; every value is in a case that is not exhaustive."""
     cases = _few([*product(*axes)], lambda case: set(combinations(enumerate(case), 2)))
@@ -44,18 +34,10 @@ def all_pairs(*axes: Iterable[Any]) -> list[Any]:
 
 def covering(cases: Iterable[tuple[Any, ...]], features: Callable[..., Iterable[Hashable]]) -> list[Any]:
     """The cases; every one of their features is in a case that is not exhaustive."""
-    return _marked(cases, lambda case: set(features(*case)), list)
-
-
-def _marked(
-    cases: Iterable[tuple[Any, ...]],
-    features: Callable[[tuple[Any, ...]], set[Hashable]],
-    values: Callable[[tuple[Any, ...]], list[Any]],
-) -> list[Any]:
-    """Mark the cases as exhaustive but a few that have all features."""
     cases = list(cases)
-    taken, rest = {id(case) for case in _few(cases, features)}, pytest.mark.exhaustive
-    return [pytest.param(*values(case), marks=() if id(case) in taken else rest) for case in cases]
+    quickly = {id(case) for case in _few(cases, lambda case: set(features(*case)))}
+    rest = pytest.mark.exhaustive
+    return [pytest.param(*case, marks=() if id(case) in quickly else rest) for case in cases]
 
 
 def _few(

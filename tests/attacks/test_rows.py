@@ -17,7 +17,7 @@ from dpshard.integrations.opacus import PrivacyEngine as OpacusEngine
 from dpshard.integrations.opacus.utils.batch_memory_manager import BatchMemoryManager
 from dpshard.interception import Doubts
 from tests.attacks.oracle import ALLOWED, R, assert_exact_or_refused, influence, is_refused
-from tests.grids import each
+from tests.grids import all_pairs
 
 N, D, C, LENGTH, WORDS = 9, 3, 3, 6, 12
 MICRO = 6  # 9 samples leave 3 for the second micro-batch, 8 leave 2
@@ -242,7 +242,7 @@ def dropout():
 
 @pytest.mark.parametrize(
     ("style", "body", "build"),
-    each(["all-layer", "layer-wise"], [mean_of_samples, weighted_by_samples], [mlp, dropout]),
+    all_pairs(["all-layer", "layer-wise"], [mean_of_samples, weighted_by_samples], [mlp, dropout]),
 )
 def test_a_mean_over_the_samples_is_refused(build, body, style):
     message = refused(body, rows(scale=1.0), build, clipping_style=style, clipping_fn="automatic")
@@ -342,7 +342,7 @@ class Pairs(Dataset):
         return {"x": x.bfloat16(), "bucket": torch.tensor([i % 2]), "y": y}
 
 
-@pytest.mark.parametrize(("micro", "build", "reduction"), each([2, 4, 16], [mlp, dropout], ["mean", "sum"]))
+@pytest.mark.parametrize(("micro", "build", "reduction"), all_pairs([2, 4, 16], [mlp, dropout], ["mean", "sum"]))
 def test_honest_loops_run(reduction, build, micro):
     def body(model, batch, _):
         return F.cross_entropy(model(batch[0]), batch[1], reduction=reduction)

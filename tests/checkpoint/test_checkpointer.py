@@ -25,7 +25,7 @@ from dpshard.checkpoint.storage import pack
 from dpshard.errors import CheckpointError, ConfigurationError, LogicalBatchError
 from dpshard.recipes import AdamBC
 from tests.checkpoint.test_resume import Run, X, Y
-from tests.grids import pairwise
+from tests.grids import all_pairs
 
 OPTIMIZERS = {
     "adam": lambda p: torch.optim.Adam(p, 0.1),
@@ -60,7 +60,7 @@ def folder(tmp_path):
     return tmp_path / "checkpoints"
 
 
-@pytest.mark.parametrize(("after", "optimizer", "wait"), pairwise([0, 3], list(OPTIMIZERS), [True, False]))
+@pytest.mark.parametrize(("after", "optimizer", "wait"), all_pairs([0, 3], list(OPTIMIZERS), [True, False]))
 def test_a_training_goes_on_bit_for_bit(folder, optimizer, after, wait):
     whole = Training(folder, optimizer)
     assert not whole.checkpoints.load()

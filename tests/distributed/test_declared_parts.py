@@ -16,18 +16,13 @@ EXACT = (
     "cp:flat:all-layer:auto+saved",
 )
 ON_FOUR = (
-    *("tp:alone:all-layer:auto", "tp:ddp:all-layer:auto+verified", "tp:fsdp2:layer-wise:auto"),
-    *("cp:alone:all-layer:auto+verified", "cp:ddp:layer-wise:auto", "cp:fsdp2:all-layer:ghost"),
-    *("cp:flat:all-layer:auto+verified", "cp:flat:layer-wise:ghost", "ring:alone:layer-wise:auto+verified"),
-    "cp:flat:layer-wise:auto+saved",
-    *("ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
-    *("tp:hsdp:layer-wise:auto", "cp:hsdp:all-layer:auto+verified", "ring:hsdp:block-wise:auto"),
-    "ring:hflat:all-layer:auto+verified",
+    *("tp:alone:all-layer:auto", "tp:ddp:all-layer:auto+verified", "ring:alone:layer-wise:auto+verified"),
+    *("cp:flat:layer-wise:auto+saved", "ring:flat:all-layer:ghost", "ring:fsdp2:block-wise:auto"),
+    *("ring:hsdp:block-wise:auto", "ring:hflat:all-layer:auto+verified"),
 )
 ON_EIGHT = (
     "tp:hsdp:all-layer:ghost",
     "cp:hsdp:layer-wise:auto+verified",
-    "cp:hsdp:all-layer:ghost",
     "cp:hflat:layer-wise:auto",
     "cp:hflat:all-layer:ghost",
 )

@@ -15,7 +15,7 @@ EXACT = (
     "whole:layer-wise:auto+columns",
 )
 ON_FOUR = (
-    *("samples:all-layer:auto+verified", "samples:layer-wise:ghost", "samples:block-wise:auto+checkpointed"),
+    *("samples:layer-wise:ghost", "samples:block-wise:auto+checkpointed"),
     *("sequence:all-layer:auto+verified", "sequence:layer-wise:ghost", "whole:block-wise:auto"),
     "whole:all-layer:auto+verified+columns",
 )

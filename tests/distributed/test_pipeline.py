@@ -19,14 +19,10 @@ EXACT = (
     "1f1b:all-layer:auto+float32+verified",
 )
 MORE = (
-    *(
-        "1f1b:all-layer:auto+checkpointed+offload+secure+overwritten",
-        "gpipe:block-wise:auto+by-hand",
-        "gpipe:all-layer:auto+nan",
-    ),
+    *("1f1b:all-layer:auto+checkpointed+offload+secure+overwritten", "gpipe:all-layer:auto+nan"),
     *("1f1b:all-layer:auto+discrete", "1f1b:block-wise:auto+correlated", "1f1b:param-wise:auto+in-order"),
 )
-ON_FOUR = ("1f1b:all-layer:auto+verified", "1f1b:block-wise:auto+by-hand", "gpipe:layer-wise:auto+nan")
+ON_FOUR = ("1f1b:all-layer:auto+verified", "1f1b:block-wise:auto+by-hand")
 BESIDE = (
     *("1f1b:all-layer:auto+ddp+verified+adaptive", "gpipe:layer-wise:auto+ddp+nan+bare"),
     *("gpipe:block-wise:auto+ddp+by-hand", "1f1b:all-layer:auto+ddp+resumed"),

@@ -37,7 +37,7 @@ MORE: dict[str, dict[str, Any]] = {
     "packed experts": {"experts": "wide", "per_row": 3, "style": "block-wise"},
     "experts in bfloat16": {"experts": "as they are"},
     "compiled": {"checkpointing": "selective", "compiled": True},
-    "pipeline, compiled": {"pp": 2, "compiled": True, "precision": "float64"},
+    "pipeline, compiled": {"pp": 2, "part": 2, "compiled": True, "checkpointing": "selective", "precision": "float64"},
 }
 ON_FOUR: dict[str, dict[str, Any]] = {
     "context": {"cp": 2, "style": "block-wise", "precision": "float64"},
@@ -50,14 +50,6 @@ ON_FOUR: dict[str, dict[str, Any]] = {
     "hsdp": {"copies": 2, "checkpointing": "selective"},
     "pipeline of four": {"pp": 4, "style": "block-wise", "checkpointing": "selective", "precision": "float64"},
     "pipelines": {"pp": 2, "style": "layer-wise", "precision": "float64"},
-    "pipelines, compiled": {
-        "pp": 2,
-        "part": 2,
-        "compiled": True,
-        "checkpointing": "selective",
-        "style": "block-wise",
-        "precision": "float64",
-    },
     "pipelines, GPipe": {"pp": 2, "schedule": "GPipe", "part": 2, "checkpointing": "full", "precision": "float64"},
 }
 FAULTY: dict[str, dict[str, Any]] = {
@@ -73,7 +65,6 @@ VERIFIED = {
     "packed experts",
     "experts in bfloat16",
     "context and tensor",
-    "tensor, checkpointed",
     "pipelines, GPipe",
 }
 """Cases that the engine verifies, too: all kinds of parallelism, checkpoints and compiled blocks among them."""

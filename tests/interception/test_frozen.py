@@ -18,7 +18,7 @@ from dpshard.clipping.group_tape import GroupTape
 from dpshard.clipping.tape import Tape
 from dpshard.errors import VerificationError
 from dpshard.records import PerSampleGrad
-from tests.grids import each
+from tests.grids import all_pairs, each
 from tests.oracle import assert_exact, noise_free_engine, randn
 
 pytestmark = [
@@ -161,7 +161,7 @@ def test_bias_records_hold_no_activation(network, mode, monkeypatch):
 
 @pytest.mark.parametrize(
     ("trained", "mode", "style"),
-    each(TRAINED, ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
+    all_pairs(TRAINED, ["auto", "ghost"], ["all-layer", "layer-wise", "param-wise"]),
 )
 def test_nothing_outlives_the_backward_pass(trained, mode, style):
     """After backward, the only live tensor with a row per position is the output."""

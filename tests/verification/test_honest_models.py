@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from dpshard.errors import VerificationError
-from tests.grids import pairwise
+from tests.grids import all_pairs
 from tests.oracle import clipped_mean, gradients_of, norm, per_sample_gradients, ramp_loss, relative_error
 from tests.verification.models import (
     MIXERS,
@@ -204,7 +204,7 @@ def test_sound_models_pass(name, rows):
 
 @pytest.mark.parametrize(
     ("style", "mode", "clipping_fn"),
-    pairwise(
+    all_pairs(
         ("all-layer", "layer-wise", "block-wise", "param-wise"),
         ("auto", "ghost", "per-example"),
         ("automatic", "abadi", "global"),

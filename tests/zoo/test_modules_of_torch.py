@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from tests.grids import each
+from tests.grids import all_pairs, each
 from tests.oracle import Use
 from tests.zoo.zoo import B, assert_model_exact
 
@@ -149,7 +149,7 @@ ORDERS = ["found by torch", "sorted already", "sorted by the model"]
 
 
 @pytest.mark.parametrize(
-    ("order", "batch_first", "used"), each(ORDERS, [True, False], ["outputs", "last states", "both"])
+    ("order", "batch_first", "used"), all_pairs(ORDERS, [True, False], ["outputs", "last states", "both"])
 )
 def test_packed_sequences_in_any_order(order, batch_first, used):
     """Raw inputs (no map before), and heads other than linear maps, after rows and columns are in order again."""
