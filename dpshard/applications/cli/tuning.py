@@ -18,7 +18,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import yaml
 
 from dpshard.accounting import (
@@ -162,13 +161,21 @@ def _once(samples: int, budget: Mapping[str, Any]) -> SampledMechanism:
     return calibrate(SampledMechanism(schedule=BatchSchedule((samples,)), sample_size=samples), **budget)
 
 
-def draw_runs(search: Search, random: np.random.Generator) -> int:
-    """Return a number of runs with the distribution of the search."""
+def draw_runs(search: Search, uniform: Callable[[], float]) -> int:
+    """Return a number of runs; `uniform` draws from [0, 1)."""
+    mean, u = float(search.mean_runs), uniform()
     if search.distribution == "geometric":
-        return int(random.geometric(1 / search.mean_runs))
-    if search.distribution == "logarithmic":
-        return int(random.logseries(1 - logarithmic_stop(search.mean_runs)))
-    return int(random.poisson(search.mean_runs))
+        count, log_share, log_ratio = 1, -math.log(mean), lambda k: math.log1p(-1 / mean)
+    elif search.distribution == "logarithmic":
+        stop = logarithmic_stop(mean)
+        count, log_share = 1, math.log(-(1 - stop) / math.log(stop))
+        log_ratio = lambda k: math.log((1 - stop) * k / (k + 1))  # noqa: E731
+    else:
+        count, log_share, log_ratio = 0, -mean, lambda k: math.log(mean / (k + 1))
+    # By logarithms, because the first share of a Poisson number of mean 746 is below the smallest double.
+    while u >= (share := math.exp(log_share)) and not (share == 0 and count > mean):
+        u, log_share, count = u - share, log_share + log_ratio(count), count + 1
+    return count
 
 
 class SearchFolder:
@@ -191,7 +198,7 @@ class SearchFolder:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.trials.mkdir(mode=0o700)
         write_json(folder.inputs, _fingerprints(plan))
-        runs = draw_runs(plan.search, np.random.default_rng(source.getrandbits(256)))
+        runs = draw_runs(plan.search, source.random)
         write_json(folder.secret, [source.randrange(len(plan.candidates)) for _ in range(runs)])
         write_json(folder.plan, asdict(plan))  # last: it marks a search that can resume
         return folder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from os import PathLike
 from typing import IO, Any, Literal
 
@@ -54,7 +54,7 @@ class PrivacyEngine:
         optimizer: Optimizer,
         criterion: Any = None,
         data_loader: DataLoader[Any] | DPDataLoader,
-        noise_multiplier: float | None,
+        noise_multiplier: float,
         max_grad_norm: float | Sequence[float],
         batch_first: bool = True,
         loss_reduction: LossReduction = "mean",
@@ -64,8 +64,6 @@ class PrivacyEngine:
         grad_sample_mode: str = "hooks",
         wrap_model: bool = True,
         rand_on_empty: bool = False,
-        _epochs: int = 1,
-        _budget: Mapping[str, float] | None = None,
     ) -> tuple[Any, ...]:
         """Return (module, optimizer, data_loader), with "ghost" modes (module, optimizer, criterion, data_loader).
 
@@ -79,20 +77,40 @@ class PrivacyEngine:
         """
         refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
         settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
-        budget = _budget or {"noise_multiplier": noise_multiplier}
-        sampling: SamplingName = "poisson" if poisson_sampling else "balls-in-bins"
-        return self._make_private(module, optimizer, criterion, data_loader, settings, sampling, _epochs, budget)
+        return self._make_private(
+            module, optimizer, criterion, data_loader, settings, poisson_sampling, noise_multiplier=noise_multiplier
+        )
 
     def make_private_with_epsilon(
-        self, *, target_epsilon: float, target_delta: float, epochs: int, **settings: Any
+        self,
+        *,
+        module: nn.Module,
+        optimizer: Optimizer,
+        criterion: Any = None,
+        data_loader: DataLoader[Any] | DPDataLoader,
+        target_epsilon: float,
+        target_delta: float,
+        epochs: int,
+        max_grad_norm: float | Sequence[float],
+        batch_first: bool = True,
+        loss_reduction: LossReduction = "mean",
+        poisson_sampling: bool = True,
+        clipping: Literal["flat", "per_layer"] = "flat",
+        noise_generator: None = None,
+        grad_sample_mode: str = "hooks",
+        wrap_model: bool = True,
+        rand_on_empty: bool = False,
     ) -> tuple[Any, ...]:
         """Make private with the least noise that keeps `epochs` rounds of the loader within the budget.
 
-        Other `settings` are those of `make_private`. A step that would exceed `target_epsilon` raises
-        BudgetExceededError.
+        A step that would exceed `target_epsilon` raises BudgetExceededError.
         """
+        refuse_unaccounted(batch_first=batch_first, noise_generator=noise_generator)
+        settings = ClippingSettings(max_grad_norm, clipping, loss_reduction, grad_sample_mode)
         budget = {"target_epsilon": target_epsilon, "target_delta": target_delta}
-        return self.make_private(noise_multiplier=None, **settings, _epochs=epochs, _budget=budget)
+        return self._make_private(
+            module, optimizer, criterion, data_loader, settings, poisson_sampling, epochs=epochs, **budget
+        )
 
     def _make_private(
         self,
@@ -101,15 +119,12 @@ class PrivacyEngine:
         criterion: Any,
         data_loader: DataLoader[Any] | DPDataLoader,
         settings: ClippingSettings,
-        sampling: SamplingName,
-        epochs: int,
-        budget: Mapping[str, Any],
+        poisson: bool,
+        *,
+        epochs: int = 1,
+        **budget: float,
     ) -> tuple[Any, ...]:
-        if self.accountant.engine is not None:
-            raise EngineInUseError(
-                "make_private was called before. Make another PrivacyEngine for another model (two runs on one data "
-                "set spend the sum of both), or call load_checkpoint to resume a run."
-            )
+        self._require_unused()
         module = module._module if isinstance(module, GradSampleModule) else module
         optimizer = optimizer.original_optimizer if isinstance(optimizer, DPOptimizer) else optimizer
         _require_same_parameters(module, optimizer)
@@ -119,12 +134,14 @@ class PrivacyEngine:
         style, norm = settings.style_and_norm(module)
         size = len(loader.dataset)  # type: ignore[arg-type]
         batch_size = expected_batch_size(loader)
+        sampling: SamplingName = "poisson" if poisson else "balls-in-bins"
+        privacy: Any = {"target_delta": min(1e-5, 0.1 / size), **budget}
         engine = core.PrivacyEngine(
             module,
             batch_size=batch_size,
             sample_size=size,
             steps=epochs * steps_of_round(loader, batch_size, sampling),
-            **{"target_delta": min(1e-5, 0.1 / size), **budget},
+            **privacy,
             max_grad_norm=norm,
             clipping_fn="abadi",
             clipping_style=style,
@@ -136,12 +153,22 @@ class PrivacyEngine:
         )
         self.accountant.engine = engine
         progress = Progress()
+        private = (
+            GradSampleModule(module, engine, progress),
+            DPOptimizer(optimizer, engine, progress, sums=reduction == "sum"),
+        )
         batches = DPDataLoader(loader)
         if isinstance(data_loader, DPDataLoader) and not data_loader.is_private:
             batches = data_loader
         batches.complete(engine, progress)
-        private_optimizer = DPOptimizer(optimizer, engine, progress, sums=reduction == "sum")
-        return (GradSampleModule(module, engine, progress), private_optimizer, *([loss] if loss else []), batches)
+        return (*private, batches) if loss is None else (*private, loss, batches)
+
+    def _require_unused(self) -> None:
+        if self.accountant.engine is not None:
+            raise EngineInUseError(
+                "make_private was called before. Make another PrivacyEngine for another model (two runs on one data "
+                "set spend the sum of both), or call load_checkpoint to resume a run."
+            )
 
     def get_epsilon(self, delta: float) -> float:
         """Return epsilon so far at `delta`."""
