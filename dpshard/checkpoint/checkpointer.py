@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from dpshard.accounting.mechanism import Mechanism
 from dpshard.backends.ranks import Ranks
@@ -124,12 +123,7 @@ class Checkpointer:
             self._publish(step, noted, partial)
         else:
             written = storage.write_later(state, partial, self._ranks)
-
-            def finish() -> None:
-                storage.finished(written, partial)
-                self._publish(step, noted, partial)
-
-            self._pending = self._thread.submit(finish)
+            self._pending = self._thread.submit(self._finish, written, step, noted, partial)
         return self._folder.of(step)
 
     def wait(self) -> None:
@@ -180,8 +174,7 @@ class Checkpointer:
     def _require_agreement(self, step: int, released: int | list[Release] | None) -> None:
         """Raise CheckpointError, before a tensor changes, unless ranks load one checkpoint."""
         manifest = self._folder.manifest(step)
-        own = manifest["digest"], released
-        if any(other != own for other in self._ranks.gather(own)):
+        if any(other != (manifest["digest"], released) for other in self._ranks.gather((manifest["digest"], released))):
             raise CheckpointError(
                 f"Ranks have different checkpoints of step {step}, or pass different released=. They would train with "
                 f"parameters of several runs. Give all ranks one folder, on a disk that they share."
@@ -232,6 +225,10 @@ class Checkpointer:
     def _explained(self, work: Callable[[], T]) -> Callable[[], T]:
         return explained(self._folder.path, work)
 
+    def _finish(self, written: Future[Any], step: int, noted: Mark, partial: Path) -> None:
+        storage.finished(written, partial)
+        self._publish(step, noted, partial)
+
     def _publish(self, step: int, noted: Mark, partial: Path) -> None:
         parts = self._ranks.everywhere(self._explained(lambda: _own_digests(partial, self._ranks.rank)))
         digests = {name: found for part in parts for name, found in part.items()}
@@ -254,4 +251,12 @@ def _named(snapshot: Snapshot) -> storage.State:
 
 def _portable(state: dict[str, Any]) -> Any:
     """Return a state with tensors unchanged, because they may be sharded; pack others, whose keys may have any type."""
-    return state if any(isinstance(leaf, Tensor) for leaf in tree_leaves(state)) else storage.pack(state)
+    return state if _holds_tensors(state) else storage.pack(state)
+
+
+def _holds_tensors(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return any(_holds_tensors(item) for item in value.values())
+    if isinstance(value, (list, tuple)):
+        return any(_holds_tensors(item) for item in value)
+    return isinstance(value, Tensor)

@@ -48,10 +48,10 @@ class RoutedProduct:
 
         def padded(x: Tensor) -> Tensor:
             out = x.new_zeros(len(keys), 1, longest, x.shape[1])
-            out[run, 0, place] = x[met]
+            out[run, 0, place] = x
             return out
 
-        cols = wide(self.cols)
+        rows, cols = rows[met], wide(self.cols[met])
         return keys, OuterProduct(padded(rows), padded(cols), torch.Size((rows.shape[1], cols.shape[1])))
 
     def by_length(self) -> Iterator[tuple[Tensor, OuterProduct]]:

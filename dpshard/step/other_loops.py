@@ -14,9 +14,10 @@ LOOPING: set[Any] = set()
 
 def refuse_other_loop(tick: int) -> None:
     """Raise LogicalBatchError if a micro-batch of another engine, later than `tick`, is in progress."""
-    # A loop that an error has ended may still hold its batch.
-    if _any_later(tick) and gc.collect() >= 0 and _any_later(tick):
-        raise LogicalBatchError(OTHER_ENGINE)
+    if _any_later(tick):
+        gc.collect()  # a loop that an error has ended may still hold its batch
+        if _any_later(tick):
+            raise LogicalBatchError(OTHER_ENGINE)
 
 
 def _any_later(tick: int) -> bool:

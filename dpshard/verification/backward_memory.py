@@ -76,6 +76,8 @@ def _after(
 
 
 def _differ(first: _After, second: _After, tolerance: float, half: bool) -> bool:
+    if len(first.outputs) != len(second.outputs):
+        return True
     if any(differ(x, y, half=half) for x, y in zip(first.outputs, second.outputs, strict=True)):
         return True
     if first.gradients.keys() != second.gradients.keys():

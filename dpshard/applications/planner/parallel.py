@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
-from unittest.mock import patch
 
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -107,13 +106,24 @@ def cut_weights(model: GPT, mesh: DeviceMesh) -> None:
         parallelize_module(block, mesh, inner, src_data_rank=None)
 
 
-def grids_unasked() -> AbstractContextManager[Any]:
+@contextmanager
+def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
+    """Give an attribute another value within the block."""
+    before = vars(owner)[name]
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+def grids_unasked() -> AbstractContextManager[None]:
     """Return a block that takes the ranks for a grid, which silent ranks cannot confirm."""
 
     def believe(data: Communicator, parts: ModelParts, everyone: Communicator) -> tuple[tuple[int, ...], list[int]]:
         return grid.sizes_of(data, parts), list(range(everyone.world_size))
 
-    return patch.object(grid, "places_of", believe)
+    return replaced(grid, "places_of", believe)
 
 
 @contextmanager
@@ -121,8 +131,8 @@ def outside_of_modes() -> Iterator[None]:
     """Hide from modes what FSDP and DTensor compute."""
     join, infer = DeviceMesh._concatenate, ShardingPropagator._propagate_tensor_meta_non_cached
     with (
-        patch.object(DeviceMesh, "_concatenate", staticmethod(_without_modes(join))),
-        patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", _without_modes(infer)),
+        replaced(DeviceMesh, "_concatenate", staticmethod(_without_modes(join))),
+        replaced(ShardingPropagator, "_propagate_tensor_meta_non_cached", _without_modes(infer)),
     ):
         yield
 

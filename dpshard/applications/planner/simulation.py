@@ -13,7 +13,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
-from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -27,7 +26,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from dpshard.applications.planner.counts import GRADIENTS, OPTIMIZER, PARAMETERS, RECORDS, Counts
 from dpshard.applications.planner.meter import Meter, UnreadValues
 from dpshard.applications.planner.models import FakeModel, Transformer, build
-from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes
+from dpshard.applications.planner.parallel import cut_model, grids_unasked, outside_of_modes, replaced
 from dpshard.clipping.tape import Tape, Use
 from dpshard.config import is_count, parse_clipping_mode
 from dpshard.engine import PrivacyEngine
@@ -210,7 +209,7 @@ class Simulation:
         rows = micro_batch * self.setup.data_ranks * self.setup.micro_batches
         engine = None if clipping is None else self._engine(clipping, rows)
         try:
-            with self.fake, UnreadValues(), self.meter, patch.object(Tape, "arrive", self._noting(Tape.arrive)):
+            with self.fake, UnreadValues(), self.meter, replaced(Tape, "arrive", self._noting(Tape.arrive)):
                 for batch in self._ordinary() if engine is None else engine.batches(range(rows), micro_batch):
                     before = self._stepped, len(self._layouts)
                     self._step(batch, micro_batch)

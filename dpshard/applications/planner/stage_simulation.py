@@ -14,7 +14,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +24,7 @@ from dpshard import backends
 from dpshard.applications.planner.counts import Counts
 from dpshard.applications.planner.hardware import Hardware
 from dpshard.applications.planner.models import FakeModel, Transformer, cross_entropy
-from dpshard.applications.planner.parallel import cut_weights
+from dpshard.applications.planner.parallel import cut_weights, replaced
 from dpshard.applications.planner.simulation import Clipping, Setup, Simulation
 from dpshard.applications.planner.timeline import Event
 from dpshard.applications.transformer import GPT, Block
@@ -162,7 +161,7 @@ class StageSimulation(Simulation):
         return subject.model
 
     def _engine(self, clipping: Clipping, rows: int) -> PrivacyEngine:
-        with patch.object(backends, "local_backend", self._backend):
+        with replaced(backends, "local_backend", self._backend):
             return super()._engine(clipping, rows)
 
     def _backend(self, model: nn.Module, declared: Any = None) -> Backend:
