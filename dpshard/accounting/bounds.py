@@ -41,7 +41,8 @@ def require_supported(release: Release, accountant: str) -> None:
         raise AccountingError(
             f"The accountant {accountant!r} cannot analyse {what}: take accountant={needed!r}, or {without}."
         )
-    for other, _, without in others:
+    if others:
+        other, _, without = others[0]
         raise AccountingError(f"{what[0].upper()}{what[1:]} cannot be analysed together with {other}: {without}.")
 
 

@@ -3,7 +3,7 @@
 Hooks and autograd.Functions may store statistics of gradients, which a later forward or backward reads. A forward may
 also keep something only if gradients are on, which memory.py does not see. So a pass on samples A, or on others A',
 precedes one on B. The second gradient is scaled, because a loss outside the model may scale it. Buffers must not differ
-after A and A', nor outputs and gradients of B. Logs, which nobody reads, may differ.
+after A and A', nor outputs and gradients of B. Attributes that no forward reads may differ.
 """
 
 from __future__ import annotations
