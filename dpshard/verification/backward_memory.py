@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 from dpshard.errors import UnsupportedParameterError
 from dpshard.interception import Run
@@ -21,7 +20,7 @@ from dpshard.verification.count_sketch import Sketch
 from dpshard.verification.gradients import sketched_gradients
 from dpshard.verification.memory import differing
 from dpshard.verification.objectives import Objective
-from dpshard.verification.repeated_call import RepeatedCall, RunFailedError, is_compared
+from dpshard.verification.repeated_call import RepeatedCall, RunFailedError, compared
 from dpshard.verification.tolerances import differ, tolerance_across_sizes
 
 OTHER_SIZE = 2.0
@@ -70,9 +69,8 @@ def _after(
         sketched_gradients(value, parameters)
     changes = repeated.state.model.changes()
     output = repeated.plain(one, rewind=False)
-    outputs = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
     with repeated.backward():
-        return _After(changes, outputs, sketched_gradients(objective(output, one), parameters))
+        return _After(changes, compared(output), sketched_gradients(objective(output, one), parameters))
 
 
 def _differ(first: _After, second: _After, tolerance: float, half: bool) -> bool:

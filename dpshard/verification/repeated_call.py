@@ -25,6 +25,17 @@ def is_compared(x: Any) -> bool:
     return isinstance(x, Tensor) and x.layout is torch.strided
 
 
+def compared(output: Any) -> list[Tensor]:
+    """Return the leaves to compare, without a graph."""
+    return [in_parts(x) for x in pytree.tree_leaves(output) if is_compared(x)]
+
+
+def in_parts(x: Tensor) -> Tensor:
+    """Return a tensor without a graph; real and imaginary parts of complex numbers become pairs."""
+    x = x.detach()
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
 def gathered(output: Any) -> Any:
     """Gather DTensors, with their graph."""
     if not any(map(is_placed, pytree.tree_leaves(output))):
@@ -93,11 +104,10 @@ class RepeatedCall:
         """Return the output and the user's loss, without a graph."""
         with torch.no_grad():
             output = self.plain(samples, run=run, rewind=rewind)
-            found = [x.detach() for x in pytree.tree_leaves(output) if is_compared(x)]
+            found = compared(output)
             if self.kept:
                 there = tensors_kept(self.replay.parameters.model, output, with_graph=False)
-                found += [there[path].detach() if path in there else torch.zeros(0) for path in self.kept]
-            found = [torch.view_as_real(x) if x.is_complex() else x for x in found]
+                found += [in_parts(there[path]) if path in there else torch.zeros(0) for path in self.kept]
             loss = loss or self.loss
             if loss is not None:
                 found.append(loss.of(output, samples).detach())

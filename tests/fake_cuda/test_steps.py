@@ -92,7 +92,7 @@ def require_no_waits(case, found):
     released = found["release"]["launches"]
     assert sum(released.values()) <= RELEASE_LAUNCHES, (case, released)
     for kernel in (
-        "noise/digest.py:_add_by_kernel_ add_digests_",
+        "noise/digest.py:_of_whole add_digests_",
         "noise/keyed.py:_release_with_device_noise_ release_",
     ):
         assert released[kernel] == 1, (case, released)
