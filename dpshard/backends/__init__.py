@@ -25,8 +25,8 @@ from dpshard.backends.model_parallel import (
     require_one_training,
 )
 from dpshard.backends.model_parts import DeclaredParts
-from dpshard.backends.sharding import updated_early
 from dpshard.backends.stages import are_stages
+from dpshard.backends.writes import updated_early
 from dpshard.errors import ConfigurationError
 
 __all__ = ["Backend", "choose", "processes", "refuse_later_group", "require_one_training", "updated_early"]

@@ -92,7 +92,7 @@ class Backend:
         """
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
-        fault = None if broken else self.reduction.fault() or self.sharding.updated()
+        fault = None if broken else self.reduction.fault() or self.sharding.writes.fault()
         flags = doubts_F.new_zeros(4)
         if fault is not None or broken:
             flags[int(broken)] = 1

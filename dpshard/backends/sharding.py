@@ -20,7 +20,8 @@ from dpshard.backends.grid import Grid
 from dpshard.backends.guard import Guard
 from dpshard.backends.model_parallel import whole_samples
 from dpshard.backends.model_parts import DeclaredParts, ModelParts, Place
-from dpshard.errors import ConfigurationError, LogicalBatchError, UnsupportedParameterError
+from dpshard.backends.writes import Writes
+from dpshard.errors import ConfigurationError, UnsupportedParameterError
 from dpshard.names import WRAPPERS, KeptWalk, canonical_name, is_compiled
 from dpshard.records import WIDE
 
@@ -53,7 +54,7 @@ class Sharding(ABC):
         """Names by parameter, also of frozen ones."""
         self._held: set[Tensor] = set(self.parameters.values())
         self._walk, self._outer_walk = KeptWalk(core), KeptWalk(outermost)
-        self._versions: dict[str, int] = {}  # before the first gradient of a logical batch
+        self.writes = Writes(self.parameters, self.local)
         self._trained: list[bool] | None = None  # `requires_grad` of all parameters at the last passed check
         self.anchored: Mapping[str, Tensor] = self.parameters
         self.differentiated: Mapping[str, Tensor] = self.parameters
@@ -143,24 +144,6 @@ class Sharding(ABC):
                 f"clipping_mode={clipping_mode!r} runs backward twice, but ZeRO-3 frees the parameters after the first "
                 f"pass. Choose a mode of one pass: 'auto', 'bk', 'bk-mixed-ghost', 'bk-mixed-opt', 'per-example'."
             )
-
-    def note_versions(self) -> None:
-        """Store torch's count of writes to each parameter. It leaves out writes by torch._foreach_* to shards."""
-        self._versions = {name: p._version for name, p in self.parameters.items()}
-
-    def written(self) -> str | None:
-        """Return the name of a parameter that was written since `note_versions`, if any."""
-        versions = self._versions.items()
-        return next((name for name, version in versions if self.parameters[name]._version != version), None)
-
-    def updated(self) -> LogicalBatchError | None:
-        """Return the error if this rank wrote a parameter since `note_versions`, unless it wrote zeros."""
-        for name, version in self._versions.items():
-            parameter = self.parameters[name]
-            # Zeros hold nothing of a clipped sum.
-            if parameter._version != version and bool(self.local(parameter.detach()).any()):
-                return LogicalBatchError(updated_early(name))
-        return None
 
     def refuse_changed_parameters(self) -> None:
         """Raise UnsupportedParameterError if a parameter became trainable later."""
@@ -362,15 +345,6 @@ class Unsharded(Sharding):
     def over_shards(self, x: Tensor) -> Tensor:
         """Return `x`: data ranks have equal shards."""
         return x
-
-
-def updated_early(name: str) -> str:
-    """Say why no parameter may change before the release."""
-    return (
-        f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
-        f"engine.privatize() first. If this was one, it used clipped sums without noise, and the weights are not "
-        f"private: return to weights from before it. Other writes belong between a step and the next forward."
-    )
 
 
 def _require_parameters(named: list[tuple[str, nn.Parameter]]) -> None:

@@ -7,8 +7,8 @@ others. They are equal up to the last bits of a logarithm and a cosine.
 160 bits identify a stream: the key, and the upper three words of the counter. With 64 bits, two of 10^9 blocks would
 have equal noise with a probability of 2.7%. Element k lies in half k // HALF % 2 of a tile of 2 HALF elements. Both
 halves share the counters k // (2 HALF) * HALF + k % HALF. By Box and Muller's method the first takes the cosine, the
-second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has 24 in float32, and 53 in
-float64.
+second the sine. The radius has 62 bits, so tails reach 9.3 standard deviations. The angle has 24 bits in float32, and
+53 in float64.
 """
 
 from __future__ import annotations

@@ -38,9 +38,7 @@ class NoiseBuffers:
 
     def of_step(self, shards: Sequence[SumShard], links: Sequence[bytes], *, secure: bool) -> list[Tensor]:
         """Return y [n] of each shard for the last of `links`, the keys of all steps."""
-        key = tuple(
-            (shard.name, *shard[2:], shard.local.shape, shard.local.dtype, shard.local.device) for shard in shards
-        )
+        key = tuple((shard.place, shard.local.shape, shard.local.dtype, shard.local.device) for shard in shards)
         if key not in self._rings:
             self._rings[key] = _Ring(shards, self._coefficients, secure=secure)
         ring = self._rings[key]
@@ -81,10 +79,8 @@ class _Ring:
         """Replace the oldest vector by that of `step`, in the columns from `lo` on."""
         sizes = [piece.local.numel() for piece in pieces]
         y = self.vectors.new_zeros(sum(sizes))
-        drawn = [
-            SumShard(piece.name, part.view(piece.local.shape), piece.start, piece.run_length, piece.stride)
-            for piece, part in zip(pieces, y.split(sizes), strict=True)
-        ]
+        parts = zip(pieces, y.split(sizes), strict=True)
+        drawn = [piece._replace(local=part.view(piece.local.shape)) for piece, part in parts]
         KeyedGaussian(link, self._secure)._release_(drawn, step, 1.0, 1.0)
         columns = self.vectors[:, lo : lo + len(y)]
         for j, c in enumerate(self._coefficients[1 : step + 1], start=1):

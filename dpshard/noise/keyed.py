@@ -91,6 +91,11 @@ class SumShard(NamedTuple):
     """If not 0, `local` holds runs of so many elements; run j begins at start + j * stride."""
     stride: int = 0
 
+    @property
+    def place(self) -> tuple[str, int, int, int]:
+        """Return the name of the sum, and where `local` lies in it."""
+        return self.name, self.start, self.run_length, self.stride
+
     def contiguous(self) -> Iterator[SumShard]:
         """Yield copies of one run each, about a block long, with zeros between the runs."""
         rows = self.local.detach().reshape(-1, self.run_length)

@@ -141,8 +141,8 @@ class Collector:
         if self.state is not BatchState.COLLECTING:
             refuse_later_group(self._processes)
             self._backend.sharding.refuse_changed_parameters()
-            self._backend.sharding.note_versions()
-        elif written := self._backend.sharding.written():
+            self._backend.sharding.writes.note()
+        elif written := self._backend.sharding.writes.first():
             self.begin_anew()
             raise LogicalBatchError(updated_early(written))
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
@@ -243,7 +243,9 @@ class Collector:
                 yield self.batch
                 if self._loop is feed and self.batch is not None:
                     self.batch.end_micro_batch()
-                    raise LogicalBatchError(refusals.unreleased(self.batch, self.state, self._backend.sharding.written))
+                    raise LogicalBatchError(
+                        refusals.unreleased(self.batch, self.state, self._backend.sharding.writes.first)
+                    )
         finally:
             if self._loop is feed:
                 self._loop = None
@@ -278,7 +280,7 @@ class Collector:
             raise LogicalBatchError(refusals.failed_release(self.batch, step))
         if self.state is not BatchState.COLLECTING:
             self._backend.gradients.refuse_stale()
-            self._backend.sharding.note_versions()  # no sums: any write is honest
+            self._backend.sharding.writes.note()  # no sums: any write is honest
             if self.batch is None:
                 return False  # a step before any backward
         return True

@@ -8,6 +8,7 @@ Failure modes: 19 test_a_micro_batch_that_is_left_out_is_refused, test_a_backwar
 import contextlib
 import copy
 import io
+import math
 import pickle
 
 import pytest
@@ -293,19 +294,77 @@ def test_an_update_by_hand_at_the_end_of_a_logical_batch_is_refused():
     assert "engine.privatize() first. If this was one" in message
 
 
-@pytest.mark.parametrize("end", ["privatize", "step"])
-def test_an_update_by_hand_just_before_the_noise_is_refused(end):
+def update_through_data(model):
+    for p in model.parameters():
+        p.data -= 0.1 * p.grad
+
+
+def replace_data(model):
+    for p in model.parameters():
+        p.data = p.data - 1e-7 * p.grad
+
+
+def scale_one_bias(model):
+    model[2].bias.data[-1] *= 1.5
+
+
+@pytest.mark.parametrize(
+    ("update", "end"),
+    [
+        (update_by_hand, "privatize"),
+        (update_by_hand, "step"),
+        (update_through_data, "step"),
+        (replace_data, "privatize"),
+        (scale_one_bias, "step"),
+    ],
+)
+def test_an_update_by_hand_just_before_the_noise_is_refused(update, end):
     def loop(model, engine, optimizer, data):
         for logical_batch in engine.batches(data, micro_batch_size=B):
             for x, y in logical_batch:
                 loss_of(model, x, y).backward()
-            update_by_hand(model)
+            update(model)
             engine.privatize() if end == "privatize" else optimizer.step()
             optimizer.zero_grad()
 
     message = is_refused(build, loop, dataset())
     assert message is not None
-    assert "0.weight was written after backward()" in message
+    assert "was written after backward()" in message
+
+
+@pytest.mark.parametrize("first", range(1, 9))
+def test_updates_through_data_are_seen_at_the_first_step_or_soon(first):
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, micro_batch_size=B):
+            for x, y in logical_batch:
+                loss_of(model, x, y).backward()
+            if logical_batch.step + 1 >= first:
+                update_through_data(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            steps.append(logical_batch.step + 1)
+
+    steps = []
+    assert "was written after backward()" in (is_refused(build, loop, dataset(), steps=16) or "")
+    assert len(steps) + 1 == 2 ** math.ceil(math.log2(first))
+
+
+def test_weights_that_are_swapped_for_an_evaluation_and_back_train():
+    def loop(model, engine, optimizer, data):
+        for logical_batch in engine.batches(data, micro_batch_size=B):
+            for x, y in logical_batch:
+                loss_of(model, x, y).backward()
+            own = [p.data for p in model.parameters()]
+            for p in model.parameters():
+                p.data = torch.zeros_like(p.data)
+            with torch.no_grad():
+                model(x)
+            for p, x in zip(model.parameters(), own, strict=True):
+                p.data = x.clone()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert is_refused(build, loop, dataset()) is None
 
 
 def test_zeros_written_just_before_the_noise_train():

@@ -66,6 +66,9 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "idle-scaled": lambda model: [p.grad.mul_(2) for p in model.head.parameters()],
     "written": lambda model: write(model.parameters()),
     "written-last": lambda model: write(model.parameters()),
+    "foreach-last": lambda model: torch._foreach_add_(
+        [p.detach().to_local() for p in model.parameters()], [p.grad.to_local() for p in model.parameters()], alpha=-0.1
+    ),
 }
 """What a script does between two micro-batches, or after the last one."""
 

@@ -22,6 +22,7 @@ REFUSED = {
     "fsdp2:written": ("LogicalBatchError", "was written after backward()"),
     "ddp:written-last": ("LogicalBatchError", "was written after backward()"),
     "fsdp2:written-last": ("LogicalBatchError", "was written after backward()"),
+    "fsdp2:foreach-last": ("LogicalBatchError", "was written after backward()"),
     "fsdp1:": ("ConfigurationError", "Use FSDP2"),
     "fsdp2:clipped": ("LogicalBatchError", "weight was changed"),
     "fsdp2:scaled": ("LogicalBatchError", "weight was changed"),
