@@ -154,4 +154,9 @@ def is_data(x: Any) -> bool:
 
 def access_to(x: Any) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
     """Return the functions of STATEFUL for `x`."""
-    return next((access for kind, access in STATEFUL.items() if isinstance(x, kind)), None)
+    return _access_to_kind(type(x))
+
+
+@functools.lru_cache(maxsize=10_000)
+def _access_to_kind(of: type) -> tuple[Callable[[Any], Any], Callable[[Any, Any], Any]] | None:
+    return next((access for kind, access in STATEFUL.items() if issubclass(of, kind)), None)

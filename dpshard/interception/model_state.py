@@ -37,6 +37,7 @@ _MOST = 100_000
 """An attribute with more objects holds data, not state."""
 
 
+@functools.lru_cache(maxsize=10_000)
 def is_own(name: str) -> bool:
     """Return True for an attribute of the model."""
     return name not in _FRAMEWORK and not name.startswith(("ds_", "_ds", "_fsdp", "applied_p", "__"))
@@ -88,12 +89,13 @@ class ModelState:
         with torch._C.DisableTorchFunction():  # modes must not intercept these reads
             for path, x in walk(model):
                 self._saved[path] = (x, _copy(x))
+        self._mutable = [(path, *saved) for path, saved in self._saved.items() if not isinstance(saved[0], PLAIN)]
         self._trained = [(p, p.requires_grad) for p in model.parameters()]
 
     def restore(self) -> None:
         """Restore objects and contents."""
         with torch._C.DisableTorchFunction():
-            for path, (x, value) in self._saved.items():
+            for path, x, value in self._mutable:
                 _put_back(x, value, path)
         for p, trained in self._trained:
             if p.requires_grad is not trained:
@@ -140,9 +142,8 @@ def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple
     seen.add(id(module))
     _, buffers = parts_of(module)
     yield f"{path}(buffers)", Container(buffers, lambda: dict(buffers), lambda x: refill(buffers, x))
-    for name in HOOKS:
-        hooks = vars(module)[name]
-        yield f"{path}({name})", Container(hooks, hooks.copy, functools.partial(_put_back_hooks, hooks))
+    hooks = [vars(module)[name] for name in HOOKS]
+    yield f"{path}(hooks)", Container(hooks, lambda: list(map(dict, hooks)), functools.partial(_put_back_hooks, hooks))
     names = module._non_persistent_buffers_set
     yield f"{path}(non-persistent)", names
     for name, buffer in list(buffers.items()):
@@ -181,9 +182,10 @@ def _is_state(x: Any) -> bool:
     return own or isinstance(x, (*PLAIN, Tensor, np.ndarray, dict, list, set, deque, *STATEFUL))
 
 
-def _put_back_hooks(hooks: dict[Any, Any], before: dict[Any, Any]) -> None:
-    if hooks.keys() != before.keys():
-        refill(hooks, before)
+def _put_back_hooks(hooks: list[dict[Any, Any]], before: list[dict[Any, Any]]) -> None:
+    for now, then in zip(hooks, before, strict=True):
+        if (now or then) and now.keys() != then.keys():
+            refill(now, then)
 
 
 def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
