@@ -8,43 +8,46 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from dpshard.backends.checksums import checksums
 from dpshard.errors import LogicalBatchError
-
-_INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _Part(NamedTuple):
+    """A parameter, and what its checksum depends on besides its values."""
+
     name: str
     shape: torch.Size
     dtype: torch.dtype
     device: torch.device
+    strides: tuple[int, ...]
+    offset: int
 
 
 class Writes:
     """Compares parameters with what they were at `note`; `local` returns this rank's part of one.
 
-    Torch counts writes, except for those through `.data`, and by torch._foreach_* to shards. So notes 1, 2, 4, 8, ...
-    keep the sum of the bits of this rank's values, too. It depends on no order of summation.
+    Torch counts writes, except for those through `.data`, and by torch._foreach_* to shards. So releases 1, 2, 4, 8,
+    ... compare checksums of this rank's values, too.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], local: Callable[[Tensor], Tensor]) -> None:
         self._parameters, self._local = parameters, local
         self._versions: dict[str, int] = {}
-        self._sums: dict[_Part, Tensor] = {}
-        self._noted = 0
+        self._checksums: dict[_Part, Tensor] = {}
+        self._release = 1
 
     def note(self) -> None:
-        """Store the state before the first gradient of a logical batch."""
+        """Store the state before the first gradient of a logical batch; several forwards may precede it."""
         self._versions = {name: p._version for name, p in self._parameters.items()}
-        self._noted += 1
-        self._sums = self._bit_sums() if self._noted & (self._noted - 1) == 0 else {}
+        self._checksums = self._compute_checksums() if self._release & (self._release - 1) == 0 else {}
 
-    def first(self) -> str | None:
+    def counted_write(self) -> str | None:
         """Return the name of a parameter that torch counts as written, if any."""
         return next(self._counted(), None)
 
     def fault(self) -> LogicalBatchError | None:
-        """Return the error if this rank wrote a parameter, unless it wrote zeros."""
+        """Return the error of this release if this rank wrote a parameter, unless it wrote zeros."""
+        self._release += 1
         for name in (*self._counted(), *self._changed()):
             if bool(self._part(name).any()):  # zeros hold nothing of a clipped sum
                 return LogicalBatchError(updated_early(name))
@@ -56,26 +59,26 @@ class Writes:
                 yield name
 
     def _changed(self) -> list[str]:
-        before, now = self._sums, self._bit_sums() if self._sums else {}
-        both = [key for key in before if key in now]
+        before, now = self._checksums, self._compute_checksums() if self._checksums else {}
+        both = [part for part in before if part in now]
         if not both:
             return []
-        differ = torch.stack([(before[key] != now[key]).to(both[0].device) for key in both])
-        return [key.name for key, differs in zip(both, differ.tolist(), strict=True) if differs]
+        differ = torch.stack([before[part] for part in both]) != torch.stack([now[part] for part in both])
+        return [part.name for part, differs in zip(both, differ.tolist(), strict=True) if differs]
 
-    def _bit_sums(self) -> dict[_Part, Tensor]:
-        found = {}
-        for name in self._parameters:
-            part = self._part(name)
-            # Frameworks gather, free and move parts; only what stayed is compared.
-            if type(part) is Tensor and part.itemsize in _INTEGER:
-                key = _Part(name, part.shape, part.dtype, part.device)
-                integer = _INTEGER[part.itemsize]
-                found[key] = part.view(integer).sum(dtype=integer)
-        return found
+    def _compute_checksums(self) -> dict[_Part, Tensor]:
+        parts = {name: self._part(name) for name in self._parameters}
+        # Frameworks gather, free and move parts; only what stayed is compared.
+        plain = {name: x for name, x in parts.items() if type(x) is Tensor and x.itemsize > 1}
+        names, sums_N = checksums(plain) if plain else ([], ())
+        return {_described(name, plain[name]): x for name, x in zip(names, sums_N, strict=True)}
 
     def _part(self, name: str) -> Tensor:
         return self._local(self._parameters[name].detach())
+
+
+def _described(name: str, x: Tensor) -> _Part:
+    return _Part(name, x.shape, x.dtype, x.device, x.stride(), x.storage_offset())
 
 
 def updated_early(name: str) -> str:

@@ -130,12 +130,12 @@ def walk(model: nn.Module) -> Iterator[tuple[str, Any]]:
             own = not is_foreign(kind.__module__) and kind is not object
             if own and id(kind) not in seen:
                 seen.add(id(kind))
-                yield from _walk(f"{path}{kind.__name__}", _class_attributes(kind), seen)
+                yield from _walk(f"{path}{kind.__name__}", _class_attributes(kind), seen, len(seen) + _MOST)
 
 
 def walk_through(path: str, x: Any) -> dict[str, Any]:
     """Return paths and values within an object."""
-    return dict(_walk(path, x, set()))
+    return dict(_walk(path, x, set(), _MOST))
 
 
 def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -158,7 +158,7 @@ def _walk_module(path: str, module: nn.Module, seen: set[int]) -> Iterator[tuple
 
     yield f"{path}(attributes)", Container(module, lambda: attributes(module), write)
     for name, x in attributes(module).items():
-        yield from _walk(f"{path}{name}", x, seen)
+        yield from _walk(f"{path}{name}", x, seen, len(seen) + _MOST)
 
 
 def _class_attributes(kind: type) -> Container:
@@ -188,14 +188,15 @@ def _put_back_hooks(hooks: list[dict[Any, Any]], before: list[dict[Any, Any]]) -
             refill(now, then)
 
 
-def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
+def _walk(path: str, x: Any, seen: set[int], most: int) -> Iterator[tuple[str, Any]]:
+    """Yield what `x` holds, until `most` objects have been seen."""
     if isinstance(x, nn.Parameter) and type(x) is not nn.Parameter:
         return
     if isinstance(x, PLAIN):
         yield path, x
         return
     if not isinstance(x, Container):  # a Container is temporary, so its id may repeat
-        if id(x) in seen or len(seen) > _MOST:
+        if id(x) in seen or len(seen) > most:
             return
         seen.add(id(x))
     if isinstance(x, nn.Module):  # for example in a list, which torch does not search
@@ -209,7 +210,7 @@ def _walk(path: str, x: Any, seen: set[int]) -> Iterator[tuple[str, Any]]:
         content = holder.read()
         items = content.items() if isinstance(content, dict) else enumerate(content)
         for i, (key, item) in enumerate(items):
-            yield from _walk(f"{path}[{key if isinstance(key, PLAIN) else f'#{i}'}]", item, seen)
+            yield from _walk(f"{path}[{key if isinstance(key, PLAIN) else f'#{i}'}]", item, seen, most)
 
 
 def _copy(x: Any) -> Any:

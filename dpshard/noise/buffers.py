@@ -114,6 +114,7 @@ class BufferedGaussian(KeyedGaussian):
 
     def _add_(self, x: Tensor, noise: Tensor, std: float, divisor: float) -> None:
         dense = x.contiguous().view(-1)
+        torch.autograd.graph.increment_version(x)  # compiled code does not
         for part, y in zip(dense.split(BLOCK), noise.split(BLOCK), strict=True):
             if self._draws_on_cpu(x.device):
                 self._privatize(part, y.cpu().numpy().copy(), std, divisor)

@@ -63,7 +63,8 @@ class SumDigest:
         total = self._of_whole([shard for shard in filled if not shard.run_length])
         for shard in filled:
             for piece in shard.contiguous() if shard.run_length else ():
-                total = self._of_whole([piece]).to(total.device) + total
+                own = self._of_whole([piece])
+                total = own + total.to(own.device)
         return total
 
     def _of_whole(self, shards: Sequence[SumShard]) -> Tensor:

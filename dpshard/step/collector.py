@@ -142,7 +142,8 @@ class Collector:
             refuse_later_group(self._processes)
             self._backend.sharding.refuse_changed_parameters()
             self._backend.sharding.writes.note()
-        elif written := self._backend.sharding.writes.first():
+        # Zeros, too: the sums of a step belong to one model.
+        elif written := self._backend.sharding.writes.counted_write():
             self.begin_anew()
             raise LogicalBatchError(updated_early(written))
         # A mean over all rows is a mean of the samples' means. In a sum, a sample has the sum of its rows.
@@ -244,7 +245,7 @@ class Collector:
                 if self._loop is feed and self.batch is not None:
                     self.batch.end_micro_batch()
                     raise LogicalBatchError(
-                        refusals.unreleased(self.batch, self.state, self._backend.sharding.writes.first)
+                        refusals.unreleased(self.batch, self.state, self._backend.sharding.writes.counted_write)
                     )
         finally:
             if self._loop is feed:

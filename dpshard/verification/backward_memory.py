@@ -82,5 +82,11 @@ def _differ(first: _After, second: _After, tolerance: float, half: bool) -> bool
         return True
     pairs = [(first.gradients[name], second.gradients[name]) for name in first.gradients]
     size = sum(float(x.norm.square()) for x, _ in pairs) ** 0.5
-    apart = sum(float((x.image - y.image).square().sum()) for x, y in pairs) ** 0.5
-    return apart > tolerance * size
+    apart = sum(_distance_sq(x.image, y.image) for x, y in pairs) ** 0.5
+    return apart != 0 and not apart <= tolerance * size  # NaN differs
+
+
+def _distance_sq(x: Tensor, y: Tensor) -> float:
+    """Return the squared distance; NaN equals NaN."""
+    equal = (x == y) | (x.isnan() & y.isnan())
+    return float((x - y).masked_fill(equal, 0).square().sum())

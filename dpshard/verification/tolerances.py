@@ -69,4 +69,5 @@ def largest_differences(x: Tensor, y: Tensor) -> Tensor:
 
 def scale(y: Tensor) -> Tensor:
     """Return the largest finite magnitude of each row, as float64."""
-    return y.double().nan_to_num(0, 0, 0).abs().reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))
+    y = y.double().nan_to_num(0, 0, 0).abs()
+    return y.reshape(len(y), -1).amax(1) if y.numel() else y.new_zeros(len(y))

@@ -308,6 +308,16 @@ def scale_one_bias(model):
     model[2].bias.data[-1] *= 1.5
 
 
+def negate(model):
+    for p in model.parameters():
+        p.data = -p.data
+
+
+def double(model):
+    for p in model.parameters():
+        p.data *= 2
+
+
 @pytest.mark.parametrize(
     ("update", "end"),
     [
@@ -316,6 +326,8 @@ def scale_one_bias(model):
         (update_through_data, "step"),
         (replace_data, "privatize"),
         (scale_one_bias, "step"),
+        (negate, "step"),
+        (double, "step"),
     ],
 )
 def test_an_update_by_hand_just_before_the_noise_is_refused(update, end):
@@ -332,12 +344,12 @@ def test_an_update_by_hand_just_before_the_noise_is_refused(update, end):
     assert "was written after backward()" in message
 
 
-@pytest.mark.parametrize("first", range(1, 9))
-def test_updates_through_data_are_seen_at_the_first_step_or_soon(first):
+@pytest.mark.parametrize(("first", "work"), [*((first, None) for first in range(1, 9)), (1, "two"), (3, "two")])
+def test_updates_through_data_are_seen_at_the_first_step_or_soon(first, work):
     def loop(model, engine, optimizer, data):
         for logical_batch in engine.batches(data, micro_batch_size=B):
             for x, y in logical_batch:
-                loss_of(model, x, y).backward()
+                two_forwards(model, x, y, None) if work else loss_of(model, x, y).backward()
             if logical_batch.step + 1 >= first:
                 update_through_data(model)
             optimizer.step()
