@@ -20,17 +20,28 @@ hypothesis.settings.load_profile("dpshard")
 
 
 LONG = (
-    *("integrations/test_torchtitan.py", "distributed/test_sharded_update.py", "distributed/test_checkpointer.py"),
-    *("distributed/test_tensor_parallel.py", "distributed/test_crossed_parts.py", "distributed/test_deepspeed.py"),
-    *("distributed/test_declared_parts.py", "distributed/test_pipeline.py", "distributed/test_pipeline_checkpoints.py"),
+    "distributed/test_deepspeed.py",
+    "applications/cli/test_train.py",
+    "distributed/test_sharded_update.py",
+    "applications/cli/test_audit.py",
+    "integrations/test_torchtitan.py",
+    "distributed/test_checkpointer.py",
+    "applications/cli/test_sharded.py",
+    "distributed/test_tensor_parallel.py",
+    "distributed/test_crossed_parts.py",
+    "distributed/test_pipeline.py",
+    "applications/audit/test_steps.py",
+    "applications/test_planner.py",
+    "distributed/test_pipeline_checkpoints.py",
+    "distributed/test_declared_parts.py",
 )
 """Files that take longest, the longest first."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest begins first, so that no worker is left with it at the end.
+    """Run the longest files first, so that no worker ends alone.
 
-    A file stays together: its tests share launches of ranks and fixtures, which a second worker would make again.
+    A file stays together, because its tests share launches of ranks, and fixtures.
     """
     folder = Path(__file__).parent
     long = {folder / name: place for place, name in enumerate(LONG)}
@@ -40,10 +51,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _garbage_is_looked_for_among_new_objects() -> None:
-    """A collection that looks at all that torch has imported takes half a second; a plan unfreezes them.
-
-    To count frozen objects would take as long as most tests.
-    """
+    """Freeze what is imported: to collect garbage among it takes half a second. The planner unfreezes it."""
     gc.collect()
     gc.freeze()
 

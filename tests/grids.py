@@ -18,7 +18,7 @@ def quick(*values: Any, rest: Iterable[Any]) -> list[Any]:
 
 def chosen(values: Iterable[Any], *quickly: Any) -> list[Any]:
     """The values in their order; those that are not among `quickly` are exhaustive."""
-    return covering(((value,) for value in values), lambda value: {value} & set(quickly))
+    return [v if v in quickly else pytest.param(v, marks=pytest.mark.exhaustive) for v in values]
 
 
 def each(*axes: Iterable[Any]) -> list[Any]:

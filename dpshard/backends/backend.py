@@ -93,7 +93,7 @@ class Backend:
         all_gather, parts = self.communicator.all_gather, self.sharding.parts
         inputs = None if parts is None else parts.take_inputs()
         fault = None if broken else self.reduction.fault() or self.sharding.writes.fault()
-        flags = doubts_F.new_zeros(4)
+        flags = doubts_F.new_zeros(4)  # a fault; a broken batch; first rank of those that gather; digest of gathers
         if fault is not None or broken:
             flags[int(broken)] = 1
         for place, x in enumerate(self.sharding.gathers, 2):

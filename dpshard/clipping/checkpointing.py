@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
-from dpshard.rules.torch_functions import without_modes
+from dpshard.rules.modes import without_modes
 
 _KEEPS = checkpoint._CachingTorchDispatchMode
 _SELECTS: tuple[type[TorchDispatchMode], ...] = (_KEEPS, checkpoint._CachedTorchDispatchMode)

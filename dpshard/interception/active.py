@@ -15,7 +15,7 @@ from dpshard.interception.call import ForwardContext
 from dpshard.interception.mode import InterceptionMode
 from dpshard.interception.region_facts import facts_of
 from dpshard.interception.slots import PreallocatedSlots, RecomputeSlots
-from dpshard.rules.torch_functions import without_modes
+from dpshard.rules.modes import without_modes
 
 _BEGIN = "_checkpoint_without_reentrant_generator"
 if hasattr(checkpoint, f"{_BEGIN}_impl"):  # torch 2.14

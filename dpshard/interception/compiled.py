@@ -34,7 +34,7 @@ from dpshard.interception.region_facts import RegionFacts, key_of
 from dpshard.interception.slots import SlotRecorder, slot_facts
 from dpshard.names import parameters_of
 from dpshard.rules.call import Source
-from dpshard.rules.torch_functions import Passthrough
+from dpshard.rules.modes import Passthrough
 
 _DEEPEST, _MOST_HELD = 4, 64
 

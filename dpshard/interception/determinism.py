@@ -14,7 +14,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from dpshard.rules import COMPOSITES
-from dpshard.rules.torch_functions import Function, Passthrough
+from dpshard.rules.modes import Passthrough
+from dpshard.rules.torch_functions import Function
 
 _DROPOUT = {
     **dict.fromkeys(

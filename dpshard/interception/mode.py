@@ -23,10 +23,10 @@ from dpshard.interception.vmapped import Lifted, Vmapped, lift, outside_transfor
 from dpshard.rules import COMPOSITES, ROUTED_RULES, RULES
 from dpshard.rules.call import BatchAxis, Source
 from dpshard.rules.derived import ISOMETRIC, ISOMETRIC_PROPERTIES
+from dpshard.rules.modes import Passthrough
 from dpshard.rules.parameter_views import derive
 from dpshard.rules.torch_functions import (
     Function,
-    Passthrough,
     canonical,
     differentiable,
     function_name,

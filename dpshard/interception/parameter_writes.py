@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules.torch_functions import Passthrough
+from dpshard.rules.modes import Passthrough
 
 
 class ParameterWrites(TorchDispatchMode):

@@ -13,7 +13,7 @@ from dpshard.interception.parameter_writes import written
 from dpshard.interception.protocols import ShardingHooks
 from dpshard.interception.refusals import refusal
 from dpshard.rules.call import Source
-from dpshard.rules.torch_functions import Passthrough
+from dpshard.rules.modes import Passthrough
 
 
 class TrainedParameters:

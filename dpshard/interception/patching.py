@@ -18,7 +18,7 @@ from dpshard.interception.compiled import CompiledRegions
 from dpshard.interception.module_hooks import has_hooks, with_recomputed_weights
 from dpshard.interception.parameters import TrainedParameters
 from dpshard.names import is_compiled_wrapper
-from dpshard.rules.torch_functions import Passthrough
+from dpshard.rules.modes import Passthrough
 
 Enter = Callable[[nn.Module, Any, bool, Any, Any], Any]
 """(module, its own forward, True if compiled, args, kwargs) -> output."""

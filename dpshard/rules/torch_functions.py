@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,39 +51,3 @@ def canonical(func: Function, args: tuple[Any, ...]) -> tuple[Function, tuple[An
     if func in (Tensor.type_as, Tensor.to) and len(args) == 2 and isinstance(args[1], Tensor):
         return Tensor.to, (args[0], args[1].device, args[1].dtype)
     return func, args
-
-
-@contextmanager
-def without_modes(
-    stack: Callable[[], Any], pop: Callable[[], Any], push: Callable[[Any], Any], left: Any
-) -> Iterator[None]:
-    """Take the modes for which `left(mode)` holds off a stack of torch's modes for a block."""
-    taken: list[Any] = []
-    while any(map(left, stack())):
-        taken.append(pop())
-    others = [mode for mode in reversed(taken) if not left(mode)]
-    for mode in others:
-        push(mode)
-    try:
-        yield
-    finally:
-        for _ in others:
-            pop()
-        for mode in reversed(taken):
-            push(mode)
-
-
-class Passthrough:
-    """A process-wide switch. While it is on, because a framework gathers or frees parameters, modes change no call."""
-
-    on = False
-
-    @classmethod
-    @contextmanager
-    def set(cls, on: bool) -> Iterator[None]:
-        """Set the switch in a block."""
-        before, cls.on = cls.on, on
-        try:
-            yield
-        finally:
-            cls.on = before

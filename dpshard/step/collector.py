@@ -25,7 +25,7 @@ from dpshard.sampling import MicroBatchPlan, PackedTokens, packed_tokens
 from dpshard.step import refusals
 from dpshard.step.first_gradients import FirstGradients
 from dpshard.step.logical_batch import TICKS, BatchState, Feed, Loaded, LogicalBatch, MicroBatch
-from dpshard.step.other_loops import LOOPING, refuse_other_loop
+from dpshard.step.other_engines import LOOPING, refuse_other_loop
 from dpshard.step.pipeline import InStages
 from dpshard.step.silence import Silence
 from dpshard.step.spread import RowWatch, row_watches

@@ -1,4 +1,4 @@
-"""Error messages for a logical batch."""
+"""Error messages and refusals of a logical batch."""
 
 from __future__ import annotations
 
@@ -104,13 +104,11 @@ def refuse_own_loop(sampling: SamplingName) -> None:
 
 def superseded(*, detached: bool) -> str:
     """Say why a loop cannot continue after another."""
+    if detached:
+        return DETACHED
     return (
-        DETACHED
-        if detached
-        else (
-            "This loop began before load_state_dict(), or before another engine.batches(...), so its batches are not "
-            "the next ones of the run. Call engine.batches(...) again."
-        )
+        "This loop began before load_state_dict(), or before another engine.batches(...), so its batches are not the "
+        "next ones of the run. Call engine.batches(...) again."
     )
 
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from dpshard.errors import UnsupportedParameterError
-from dpshard.rules.torch_functions import Passthrough
+from dpshard.rules.modes import Passthrough
 
 _AROUND = (
     "pre_sub_module_forward_function",

@@ -29,10 +29,10 @@ from dpshard.interception.routing import ADDING, PACK, PAD, Routing, picks
 from dpshard.interception.vmapped import lift, outside_transforms, transforms_are_active
 from dpshard.rules import COMPOSITES
 from dpshard.rules.call import BatchAxis, Source
+from dpshard.rules.modes import Passthrough
 from dpshard.rules.parameter_views import derive
 from dpshard.rules.torch_functions import (
     Function,
-    Passthrough,
     canonical,
     differentiable,
     function_name,
