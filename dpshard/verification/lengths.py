@@ -7,7 +7,7 @@ two rows or more must hold one id there.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -18,38 +18,63 @@ from dpshard.verification.repeated_call import RepeatedCall
 from dpshard.verification.tolerances import largest_differences, scale, tolerance_across_sizes
 
 
+@dataclass(frozen=True)
+class _Shorter:
+    """A run without its longest rows."""
+
+    run: Run
+    rest: list[int]
+    """Its rows, as rows of the whole run."""
+    long: int
+    length: int
+    """Positions with and without the longest rows."""
+    padding_R: Tensor
+    """Padding of its rows among `long` positions."""
+    at_end: bool
+
+    def at_its_positions(self, x: Tensor) -> Tensor:
+        """Return the first or last `length` positions, dimension 1, of an output of the whole run."""
+        return x[:, : self.length] if self.at_end else x[:, self.long - self.length :]
+
+    def content(self, x: Tensor) -> Tensor:
+        """Return an output with zeros on padding."""
+        if x.dim() < 2 or x.shape[1] != self.length:
+            return x
+        content = (self.long - self.padding_R)[:, None]
+        positions = torch.arange(self.length)[None]
+        kept = positions < content if self.at_end else positions >= self.length - content
+        return x.masked_fill(~kept.reshape(*kept.shape, *[1] * (x.dim() - 2)).to(x.device), 0)
+
+
 def verify_lengths(repeated: RepeatedCall) -> None:
     """Raise VerificationError if the outputs of other rows depend on the longest rows."""
     for at_end in (True, False):
-        found = _without_longest(repeated.run, at_end=at_end)
-        if found is None:
+        short = _without_longest(repeated.run, at_end=at_end)
+        if short is None:
             continue
-        short, length, rest = found
-        long = repeated.run.leaves[_sequences(repeated.run)[0]].shape[1]
-        before = repeated.values(rest)
+        before = repeated.values(short.rest)
         try:
-            after = repeated.values(list(range(len(rest))), run=short)
+            after = repeated.values(list(range(len(short.rest))), run=short.run)
         except DpshardError:
             return  # the shape of another input depends on the length
         for x, y in zip(before, after, strict=True):
             if not x.is_floating_point():
                 continue  # at another size, rounding may decide ties in another way
-            if x.dim() == 0 and y.dim() == 0 and _is_masked(repeated.run, rest, at_end=at_end):
+            if x.dim() == 0 and y.dim() == 0 and _is_masked(repeated.run, short):
                 x, y = x[None], y[None]
-            elif x.dim() < 1 or len(x) != len(rest) or x.dim() != y.dim():
+            elif x.dim() < 1 or len(x) != len(short.rest) or x.dim() != y.dim():
                 continue
-            if x.dim() > 1 and x.shape[1] == long and y.shape[1] == length:
-                x = x[:, :length] if at_end else x[:, long - length :]
+            if x.dim() > 1 and x.shape[1] == short.long and y.shape[1] == short.length:
+                x = short.at_its_positions(x)
             if x.shape != y.shape:
                 continue
-            kept = _content(repeated.run, rest, length, x, at_end=at_end)
-            x, y = x.masked_fill(~kept, 0), y.masked_fill(~kept, 0)
+            x, y = short.content(x), short.content(y)
             if bool((largest_differences(x, y) > tolerance_across_sizes([x], half=repeated.half) * scale(x)).any()):
                 raise VerificationError(
-                    f"Without its longest rows, which pad this micro-batch from {length} to {long} positions, the "
-                    f"other rows have other outputs. One long sample affects all of them (RoPE scaled by the length: "
-                    f"dynamic, longrope; padding without a mask). Pad all micro-batches to one length, or switch the "
-                    f"scaling off."
+                    f"Without its longest rows, which pad this micro-batch from {short.length} to {short.long} "
+                    f"positions, the other rows have other outputs. One long sample affects all of them (RoPE scaled "
+                    f"by the length: dynamic, longrope; padding without a mask). Pad all micro-batches to one length, "
+                    f"or switch the scaling off."
                 )
 
 
@@ -62,9 +87,9 @@ def _sequences(run: Run) -> list[int]:
     return [i for i in found if run.leaves[i].shape[1] == run.leaves[found[0]].shape[1]]
 
 
-def _padding(run: Run, *, at_end: bool) -> Tensor:
+def _padding(run: Run, sequences: list[int], *, at_end: bool) -> Tensor:
     """Return [B]: how many positions at one end have one value in every integer input. 1 counts as 0."""
-    inputs = [run.leaves[i][: run.rows] for i in _sequences(run)]
+    inputs = [run.leaves[i][: run.rows] for i in sequences]
     inputs = [x.flip(1) for x in inputs] if at_end else inputs
     alike = torch.stack([x.diff(dim=1) == 0 for x in inputs]).all(0)
     repeated = alike.long().cumprod(1).sum(1)
@@ -78,14 +103,13 @@ def _padding(run: Run, *, at_end: bool) -> Tensor:
     return padding.cpu()
 
 
-def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | None:
-    """Return the run, its length, and the remaining rows."""
-    leaves = _sequences(run)
-    if not leaves or run.rows < 2:
+def _without_longest(run: Run, *, at_end: bool) -> _Shorter | None:
+    sequences = _sequences(run)
+    if not sequences or run.rows < 2:
         return None
-    padding = _padding(run, at_end=at_end)
+    padding = _padding(run, sequences, at_end=at_end)
     rest = (padding > padding.min()).nonzero()[:, 0].tolist()
-    long = run.leaves[leaves[0]].shape[1]
+    long = run.leaves[sequences[0]].shape[1]
     cut = int(padding[rest].min()) if rest else long
     if cut >= long:
         return None
@@ -100,23 +124,14 @@ def _without_longest(run: Run, *, at_end: bool) -> tuple[Run, int, list[int]] | 
                 if d != dim and x.shape[d] == long:
                     x = x.narrow(d, 0 if at_end else cut, length)
         kept.append(x)
-    return replace(run, leaves=tuple(kept), batch_size=len(rest), rows=len(rest)), length, rest
+    shorter = replace(run, leaves=tuple(kept), batch_size=len(rest), rows=len(rest))
+    return _Shorter(shorter, rest, long, length, padding[rest], at_end)
 
 
-def _is_masked(run: Run, rest: list[int], *, at_end: bool) -> bool:
-    found = [run.leaves[i][rest] for i in _sequences(run)]
-    ends = [x[:, -1 if at_end else 0] for x in found]
-    shortest = int(_padding(run, at_end=at_end)[rest].argmax())
+def _is_masked(run: Run, short: _Shorter) -> bool:
+    """Return True if an integer input marks padding: a mask by 0, labels by a negative number."""
+    found = [run.leaves[i][short.rest] for i in _sequences(run)]
+    ends = [x[:, -1 if short.at_end else 0] for x in found]
+    shortest = int(short.padding_R.argmax())
     masks = (bool(((x == 0) | (x == 1)).all()) and not bool(end[shortest]) for x, end in zip(found, ends, strict=True))
     return any(masks) or any(bool(end[shortest] < 0) for end in ends)
-
-
-def _content(run: Run, rest: list[int], length: int, x: Tensor, *, at_end: bool) -> Tensor:
-    if x.dim() < 2 or x.shape[1] != length:
-        return torch.ones_like(x, dtype=torch.bool)
-    padding = _padding(run, at_end=at_end)[rest]
-    long = run.leaves[_sequences(run)[0]].shape[1]
-    content = (long - padding)[:, None]
-    positions = torch.arange(length)[None]
-    kept = positions < content if at_end else positions >= length - content
-    return kept.reshape(*kept.shape, *[1] * (x.dim() - 2)).expand_as(x.cpu()).to(x.device)
