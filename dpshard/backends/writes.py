@@ -78,7 +78,7 @@ class Writes:
 
 
 def _described(name: str, x: Tensor) -> _Part:
-    return _Part(name, x.shape, x.dtype, x.device, x.stride(), x.storage_offset())
+    return _Part(name, x.shape, x.dtype, x.device, x.stride(), int(x.storage_offset()))
 
 
 def updated_early(name: str) -> str:
