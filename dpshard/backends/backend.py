@@ -109,7 +109,7 @@ class Backend:
         with torch.no_grad():
             silent = broken or fault is not None
             part_L = own_X.new_zeros(lanes) if silent else self._part(digest, inputs).to(own_X.device)
-        ranks_WX = all_gather(torch.cat([own_X, part_L])).cpu()  # the only wait for an accelerator
+        ranks_WX = all_gather(torch.cat([own_X, part_L])).cpu()  # waits for an accelerator, as `writes` rarely does
         found = self._verdict(ranks_WX[:, :-lanes], fault)
         return found, [] if any(found) else self._digest(ranks_WX[:, -lanes:])
 
