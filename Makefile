@@ -47,6 +47,7 @@ venv: $(STAMP)
 
 # The versions of constraints.txt were tested with torch $(TORCH); beside another torch the newest that fit are taken.
 $(STAMP): pyproject.toml constraints.txt $(wildcard dpshard/kernels/native/*.[ch])
+	@echo "installing torch and all else into .venv, silently, for some minutes"
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	@set -e; \
 	pins="-c constraints.txt"; \

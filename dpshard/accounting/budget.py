@@ -151,7 +151,10 @@ def with_noise(mechanism: Mechanism, noise_multiplier: float | None) -> Mechanis
     assert noise_multiplier is not None
     require_delta(target_delta, mechanism.sample_size)
     if not (is_number(noise_multiplier) and math.isfinite(noise_multiplier) and noise_multiplier >= 0):
-        raise ConfigurationError(f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above.")
+        raise ConfigurationError(
+            f"noise_multiplier={noise_multiplier!r}: it must be a finite number, 0 or above. "
+            "target_epsilon= finds it for a budget; 0 trains without privacy."
+        )
     mechanism = replace(mechanism, noise_multiplier=float(noise_multiplier))
     require_supported(mechanism.release(0), mechanism.accountant)
     if noise_multiplier == 0:

@@ -26,20 +26,20 @@ class _Part(NamedTuple):
 class Writes:
     """Compares parameters with what they were at `note`; `local` returns this rank's part of one.
 
-    Torch counts writes, except for those through `.data`, and by torch._foreach_* to shards. So releases 1, 2, 4, 8,
-    ... compare checksums of this rank's values, too.
+    Torch counts writes, except for those through `.data`, and by torch._foreach_* to shards. So releases 1, 2, 4, and
+    every eighth compare checksums of this rank's values, too.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], local: Callable[[Tensor], Tensor]) -> None:
         self._parameters, self._local = parameters, local
         self._versions: dict[str, int] = {}
         self._checksums: dict[_Part, Tensor] = {}
-        self._release = 1
+        self._release = 1  # the next one
 
     def note(self) -> None:
         """Store the state before the first gradient of a logical batch; several forwards may precede it."""
         self._versions = {name: p._version for name, p in self._parameters.items()}
-        self._checksums = self._compute_checksums() if self._release & (self._release - 1) == 0 else {}
+        self._checksums = self._compute_checksums() if _compares_values(self._release) else {}
 
     def counted_write(self) -> str | None:
         """Return the name of a parameter that torch counts as written, if any."""
@@ -47,10 +47,11 @@ class Writes:
 
     def fault(self) -> LogicalBatchError | None:
         """Return the error of this release if this rank wrote a parameter, unless it wrote zeros."""
-        self._release += 1
-        for name in (*self._counted(), *self._changed()):
+        release, self._release = self._release, self._release + 1
+        counted = list(self._counted())
+        for name in (*counted, *self._changed()):
             if bool(self._part(name).any()):  # zeros hold nothing of a clipped sum
-                return LogicalBatchError(updated_early(name))
+                return LogicalBatchError(updated_early(name, 0 if name in counted else _uncompared_before(release)))
         return None
 
     def _counted(self) -> Iterator[str]:
@@ -77,14 +78,26 @@ class Writes:
         return self._local(self._parameters[name].detach())
 
 
+def _compares_values(release: int) -> bool:
+    return release in (1, 2, 4) or release % 8 == 0
+
+
+def _uncompared_before(release: int) -> int:
+    """Return how many releases in a row, up to the one before, compared no values."""
+    return release - 1 - max(n for n in range(release) if _compares_values(n))
+
+
 def _described(name: str, x: Tensor) -> _Part:
     return _Part(name, x.shape, x.dtype, x.device, x.stride(), int(x.storage_offset()))
 
 
-def updated_early(name: str) -> str:
-    """Say why no parameter may change before the release."""
-    return (
+def updated_early(name: str, uncompared: int = 0) -> str:
+    """Say why no parameter may change before the release; `uncompared` releases before it compared no values."""
+    message = (
         f"{name} was written after backward(), and before its gradient got noise. An update by hand needs "
         f"engine.privatize() first. If this was one, it used clipped sums without noise, and the weights are not "
         f"private: return to weights from before it. Other writes belong between a step and the next forward."
     )
+    if uncompared:
+        message += f" The {uncompared} release(s) before this one did not compare values, and may be like it."
+    return message

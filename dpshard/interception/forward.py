@@ -138,7 +138,8 @@ class Interception:
             return original(*args, **kwargs)
 
     def _run_recorded(self, module: nn.Module, original: Any, compiled: bool, args: Any, kwargs: Any) -> Any:
-        refuse_batch_norm(self._batch_norms)
+        if self._batch_norms:
+            refuse_batch_norm(self._batch_norms, self._model)
         if original != module._call_impl and (not compiled or is_compiled_wrapper(module)):
             refuse_hooks(module)
         if not compiled:

@@ -61,12 +61,14 @@ def refuse_compiled_autograd() -> None:
         )
 
 
-def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]]) -> None:
-    """Raise UnsupportedParameterError if a BatchNorm is in training mode, which mixes samples."""
-    for path, module in batch_norms:
-        if module.training or getattr(module, "running_mean", None) is None:
+def refuse_batch_norm(batch_norms: Iterable[tuple[str, _BatchNorm]], model: nn.Module) -> None:
+    """Raise UnsupportedParameterError if a BatchNorm that `model` still holds mixes samples: in training mode."""
+    mixing = [(path, x) for path, x in batch_norms if x.training or getattr(x, "running_mean", None) is None]
+    held = set(model.modules()) if mixing else ()
+    for path, module in mixing:
+        if module in held:
             raise UnsupportedParameterError(
                 f"{path or 'the model'} ({type(module).__name__}): BatchNorm mixes the samples of a batch, so "
-                f"no per-sample gradient exists. Replace it by GroupNorm (dpshard.replace_unsupported(model) "
-                f"does), or put it in eval mode to use its frozen statistics."
+                f"no per-sample gradient exists. Before making the engine, replace it by GroupNorm "
+                f"(dpshard.replace_unsupported(model) does). Or put it in eval mode to use its frozen statistics."
             )

@@ -49,7 +49,8 @@ HANDED_OUT = (
 OWN_LOOP = (
     "This loop feeds its own batches. Epsilon holds only if Poisson sampling draws each batch, with "
     "probability batch_size / sample_size per sample (a shuffled DataLoader does not), and if each sample "
-    "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both."
+    "is in at most one forward per step. engine.batches(dataset, micro_batch_size) ensures both. "
+    "If this forward only evaluates, call model.eval(), or use torch.no_grad()."
 )
 OWN_LOOP_IN_TERMS = (
     "Ranks hold parts of one sample (model_parallel_parts has a 'sum'), and this loop feeds its own batches, so "

@@ -63,7 +63,7 @@ class OneLineErrors(TyperGroup):
                 raise typer.Exit(USER_ERROR) from error
             except UsageError as error:
                 help = f"See {error.ctx.command_path if error.ctx else 'dpshard'} --help."
-                print_error(f"{error.format_message().replace('Value error, ', '').rstrip('.')}. {help}")
+                print_error(f"{error.format_message().replace('Value error, ', '').rstrip('.?')}. {help}")
                 raise typer.Exit(USER_ERROR) from error
 
 
