@@ -95,3 +95,21 @@ def test_what_does_more_than_normalise_is_refused():
         dpshard.replace_unsupported(nn.Sequential(WithActivation(4)))
     with pytest.raises(UnsupportedParameterError, match=r"the model \(BatchNorm2d\)"):
         dpshard.replace_unsupported(nn.BatchNorm2d(4))
+
+
+def test_a_replacement_after_the_engine_was_made_trains():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)).double()
+    engine = dpshard.PrivacyEngine(model, batch_size=4, sample_size=8, steps=2, noise_multiplier=1.0, max_grad_norm=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = torch.utils.data.TensorDataset(randn(8, 3))
+    for logical_batch in engine.batches(data, micro_batch_size=4):
+        for (x,) in logical_batch:
+            if isinstance(model[1], nn.BatchNorm1d):
+                with pytest.raises(UnsupportedParameterError, match="Before making the engine"):
+                    model(x)
+                dpshard.replace_unsupported(model)
+            model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert engine.epsilon() > 0
