@@ -76,7 +76,7 @@ def command(
 
     Give two of length, noise and budget.
 
-    For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --sigma 1.1
+    For example: dpshard account --sample-size 60000 --batch-size 256 --epochs 60 --noise-multiplier 1.1
     """
     length = next((x for x in (phases, epochs, steps) if x is not None), None)
     schedule = _schedule(sample_size, batch_size, epochs, steps if length is not None else 1, phases, sampling)
