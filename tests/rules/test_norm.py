@@ -89,7 +89,9 @@ def test_batch_norm_with_frozen_statistics(trainable):
 
 
 def test_statistics_over_the_batch_are_refused():
-    with pytest.raises(UnsupportedParameterError, match=r"1 \(BatchNorm1d\).*Replace it by GroupNorm"):
+    with pytest.raises(
+        UnsupportedParameterError, match=r"1 \(BatchNorm1d\).*Before making the engine, replace it by GroupNorm"
+    ):
         private_step(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).double(), (randn(4, 4),))
     functional = Use(lambda m, x: torch.batch_norm(x, m.w, None, None, None, True, 0.1, 1e-5, False), w=randn(4))
     with pytest.raises(DpshardError, match=r"w in the model \(Use\), function .*batch_norm"):
