@@ -318,18 +318,18 @@ def double(model):
 
 
 @pytest.mark.parametrize(
-    ("update", "end"),
+    ("update", "end", "name"),
     [
-        (update_by_hand, "privatize"),
-        (update_by_hand, "step"),
-        (update_through_data, "step"),
-        (replace_data, "privatize"),
-        (scale_one_bias, "step"),
-        (negate, "step"),
-        (double, "step"),
+        (update_by_hand, "privatize", "0.weight"),
+        (update_by_hand, "step", "0.weight"),
+        (update_through_data, "step", "0.weight"),
+        (replace_data, "privatize", "0.weight"),
+        (scale_one_bias, "step", "2.bias"),
+        (negate, "step", "0.weight"),
+        (double, "step", "0.weight"),
     ],
 )
-def test_an_update_by_hand_just_before_the_noise_is_refused(update, end):
+def test_an_update_by_hand_just_before_the_noise_is_refused(update, end, name):
     def loop(model, engine, optimizer, data):
         for logical_batch in engine.batches(data, micro_batch_size=B):
             for x, y in logical_batch:
@@ -340,7 +340,7 @@ def test_an_update_by_hand_just_before_the_noise_is_refused(update, end):
 
     message = is_refused(build, loop, dataset())
     assert message is not None
-    assert "was written after backward()" in message
+    assert f"{name} was written after backward()" in message
 
 
 @pytest.mark.parametrize(("first", "work"), [*((first, None) for first in (*range(1, 10), 16)), (1, "two"), (3, "two")])
